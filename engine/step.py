@@ -16,8 +16,9 @@ class SampleRow:
     params: SamplingParams
     position: int
     """Index of the token to sample, counted from the sequence's first token; the key of its noise."""
-    prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int]
+    token_ids: Sequence[int]
+    """All tokens so far, prompt and output; the scheduler's own list, to be read during the step only."""
+    num_prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,85 @@
+"""Engines for tests that need no model."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+from engine.async_engine import AsyncEngine
+from engine.engine import Engine
+from engine.events import Event, Failed, Finished, Tokens
+from engine.facts import ModelFacts
+from engine.kv_cache import HostKvCache
+from engine.limits import EngineLimits
+from engine.sequence import SequenceSpec
+from tests.support.fake_device import FAKE_LAYOUT, VOCAB_SIZE, FakeDevice
+
+FAKE_EOS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class FakeParts:
+    """What a fake engine is made of."""
+
+    engine: Engine
+    device: FakeDevice
+    kv_cache: HostKvCache
+
+
+def fake_parts(*, num_blocks: int = 64, block_size: int = 4, max_model_len: int = 128, limits: EngineLimits | None = None, fingerprint: str = "fake") -> FakeParts:
+    """A synchronous engine over a fake device."""
+    layout = replace(FAKE_LAYOUT, block_size=block_size, model_fingerprint=fingerprint)
+    kv_cache = HostKvCache(layout, num_blocks)
+    device = FakeDevice(kv_cache)
+    facts = ModelFacts("fake", VOCAB_SIZE, frozenset({FAKE_EOS}), max_model_len, layout)
+    limits = limits or EngineLimits(max_num_seqs=8, max_num_batched_tokens=32, max_prefill_tokens_per_step=8, reserve_output_tokens=8)
+    return FakeParts(Engine(facts, limits, device, num_blocks=num_blocks), device, kv_cache)
+
+
+def fake_engine(**options: object) -> tuple[AsyncEngine, FakeDevice]:
+    """An asyncio engine over a fake device, not yet started; options as of `fake_parts`."""
+    parts = fake_parts(**options)  # type: ignore[arg-type]
+    return AsyncEngine(parts.engine, parts.kv_cache), parts.device
+
+
+@asynccontextmanager
+async def running_fake_engine(**options: object) -> AsyncIterator[tuple[AsyncEngine, FakeDevice]]:
+    """A started fake engine that is stopped at the end."""
+    engine, device = fake_engine(**options)
+    await engine.start()
+    try:
+        yield engine, device
+    finally:
+        if device.gate is not None:
+            device.gate.set()
+        await engine.stop()
+
+
+async def collect(engine: AsyncEngine, spec: SequenceSpec) -> list[Event]:
+    """Runs a sequence to its end and returns its events."""
+    stream = engine.submit(spec)
+    events: list[Event] = []
+    try:
+        while not events or not isinstance(events[-1], Finished | Failed):
+            events.extend(await stream.get())
+    finally:
+        engine.release(spec.seq_id)
+    return events
+
+
+def token_ids(events: list[Event]) -> list[int]:
+    """All sampled tokens among events."""
+    return [token.token_id for event in events if isinstance(event, Tokens) for token in event.tokens]
+
+
+def run_alone(parts: FakeParts, spec: SequenceSpec) -> list[int]:
+    """Drives a synchronous engine with one sequence to its end; its output tokens."""
+    from engine import calls
+
+    parts.engine.handle(calls.Submit(spec))
+    events: list[Event] = []
+    while parts.engine.has_work:
+        parts.engine.step()
+        events.extend(event for _, event in parts.engine.take_events())
+    return token_ids(events)

@@ -140,7 +140,10 @@ class AsyncEngine:
         return stream
 
     async def reserve(self, spec: SequenceSpec) -> ReservedSequence:
-        """Takes all blocks of a sequence whose KV comes from elsewhere; raises CapacityError, SequenceTooLongError. The caller owes a `release`, whatever this raises."""
+        """Takes all blocks of a sequence whose KV comes from elsewhere; raises CapacityError, SequenceTooLongError.
+
+        The caller owes a `release`, whatever this raises.
+        """
         stream = self._open(spec)
         blocks = await self._ask(calls.Reserve(spec))
         assert isinstance(blocks, calls.ReservedBlocks)
@@ -156,7 +159,10 @@ class AsyncEngine:
         self._post(calls.Release(seq_id, time.monotonic_ns()))
 
     async def acquire(self, reader_id: str, seq_id: str, first_block: int, num_blocks: int) -> tuple[int, ...]:
-        """References of a reader's own on a run of prompt blocks; returns their pool ids, raises HoldBrokenError. The caller owes a `drop`, whatever this raises."""
+        """References of a reader's own on a run of prompt blocks; returns their pool ids, raises HoldBrokenError.
+
+        The caller owes a `drop`, whatever this raises.
+        """
         blocks = await self._ask(calls.Acquire(reader_id, seq_id, first_block, num_blocks))
         assert isinstance(blocks, tuple)
         return blocks

@@ -14,7 +14,7 @@ from engine.limits import EngineLimits
 from engine.report import EngineLoad, EngineReport
 from engine.sampling_params import Finish, FinishReason, SampledToken, finish_of
 from engine.scheduler import Scheduler
-from engine.sequence import Sequence, SequenceKind, SequenceState
+from engine.sequence import Sequence, SequenceKind, SequenceSpec, SequenceState
 from engine.step import Chunk, Device, StepPlan, StepResult
 
 
@@ -58,24 +58,25 @@ class Engine:
         """Answers one call; raises what its docstring says."""
         match call:
             case calls.Submit(spec):
-                return self._submit(self._new_sequence(spec))
+                self._submit(self._new_sequence(spec))
             case calls.Reserve(spec):
                 return self._reserve(self._new_sequence(spec))
             case calls.Commit(seq_id, first):
-                return self._commit(self._require(seq_id, SequenceState.WAITING_FOR_KV), first)
+                self._commit(self._require(seq_id, SequenceState.WAITING_FOR_KV), first)
             case calls.Release(seq_id, posted_ns):
-                return self._release(seq_id, posted_ns)
+                self._release(seq_id, posted_ns)
             case calls.Acquire():
                 return self._acquire(call)
             case calls.Drop(reader_id):
                 self._readers.discard(reader_id)
-                return self.pool.release(f"reader:{reader_id}")
+                self.pool.release(f"reader:{reader_id}")
             case calls.Confirm(seq_id, num_blocks):
                 return self._confirm(seq_id, num_blocks)
             case calls.Report():
                 return self.report()
+        return None
 
-    def _new_sequence(self, spec: calls.SequenceSpec) -> Sequence:
+    def _new_sequence(self, spec: SequenceSpec) -> Sequence:
         if spec.seq_id in self._sequences:
             raise EngineError(f"sequence {spec.seq_id} is there already")
         self._arrivals += 1

@@ -27,4 +27,7 @@ class EngineLimits:
         if self.reserve_output_tokens < 1:
             raise ValueError(f"reserve_output_tokens must be at least 1, got {self.reserve_output_tokens}")
         if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError(f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs ({self.max_num_seqs}): every running sequence needs one token a step")
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_num_seqs ({self.max_num_seqs}): "
+                "every running sequence needs one token a step"
+            )

@@ -62,7 +62,9 @@ class SampledToken:
     top_logprobs: tuple[tuple[int, float], ...] = ()
 
 
-def finish_of(params: SamplingParams, eos_token_ids: frozenset[int], token_id: int, num_output_tokens: int, num_tokens: int, max_model_len: int) -> Finish | None:
+def finish_of(
+    params: SamplingParams, eos_token_ids: frozenset[int], token_id: int, num_output_tokens: int, num_tokens: int, max_model_len: int
+) -> Finish | None:
     """Says whether a sequence ends with `token_id`, its `num_output_tokens`-th output token and `num_tokens`-th token in all.
 
     Both pools decide with this one function, so that neither needs the other's word for it.

@@ -97,12 +97,10 @@ class Scheduler:
 
     def schedule(self, step_id: int) -> StepPlan | None:
         """Plans the next step; None when nothing can be computed."""
-        chunks: list[Chunk] = []
         copies: list[tuple[int, int]] = []
         self.preempted = []
-        for sequence in list(self.running):
-            if sequence.state is SequenceState.DECODING and self._grow(sequence):
-                chunks.append(self._chunk(sequence, 1))
+        # Growth preempts from the young end of the running set, so never a sequence that has its chunk already.
+        chunks = [self._chunk(each, 1) for each in list(self.running) if each.state is SequenceState.DECODING and self._grow(each)]
         budget = min(self.limits.max_prefill_tokens_per_step, self.limits.max_num_batched_tokens - len(chunks))
         for sequence in self.running:
             if budget > 0 and sequence.state is SequenceState.PREFILLING:

@@ -37,7 +37,7 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def _arm(self) -> None:
-        faulthandler.dump_traceback_later(self._max_stall_s, exit=True, file=sys.__stderr__)
+        faulthandler.dump_traceback_later(self._max_stall_s, exit=True, file=sys.__stderr__ or sys.stderr)
 
     def _run(self) -> None:
         while not self._stop.wait(self._max_stall_s / 5):

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
+from engine import calls
 from engine.async_engine import AsyncEngine
 from engine.engine import Engine
 from engine.events import Event, Failed, Finished, Tokens
@@ -27,7 +28,9 @@ class FakeParts:
     kv_cache: HostKvCache
 
 
-def fake_parts(*, num_blocks: int = 64, block_size: int = 4, max_model_len: int = 128, limits: EngineLimits | None = None, fingerprint: str = "fake") -> FakeParts:
+def fake_parts(
+    *, num_blocks: int = 64, block_size: int = 4, max_model_len: int = 128, limits: EngineLimits | None = None, fingerprint: str = "fake"
+) -> FakeParts:
     """A synchronous engine over a fake device."""
     layout = replace(FAKE_LAYOUT, block_size=block_size, model_fingerprint=fingerprint)
     kv_cache = HostKvCache(layout, num_blocks)
@@ -75,11 +78,9 @@ def token_ids(events: list[Event]) -> list[int]:
 
 def run_alone(parts: FakeParts, spec: SequenceSpec) -> list[int]:
     """Drives a synchronous engine with one sequence to its end; its output tokens."""
-    from engine import calls
-
     parts.engine.handle(calls.Submit(spec))
     events: list[Event] = []
     while parts.engine.has_work:
         parts.engine.step()
-        events.extend(event for _, event in parts.engine.take_events())
+        events.extend(event for seq_id, event in parts.engine.take_events() if seq_id == spec.seq_id)
     return token_ids(events)

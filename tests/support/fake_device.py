@@ -71,7 +71,8 @@ class FakeDevice:
         """K and V of a position, as [2, 16] bytes."""
         layout = self._kv_cache.layout
         block = self._kv_cache.blocks[chunk.block_table[position // layout.block_size]]
-        return block.reshape(2, layout.block_size, 16)[:, position % layout.block_size]
+        slots: npt.NDArray[np.uint8] = block.reshape(2, layout.block_size, 16)
+        return slots[:, position % layout.block_size]
 
     @staticmethod
     def _sample(state: bytes, chunk: Chunk) -> SampledToken:

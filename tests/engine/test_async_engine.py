@@ -1,0 +1,146 @@
+"""The engine thread seen from a loop: order, delivery, death."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from engine.errors import CapacityError, EngineDeadError
+from engine.events import Finished
+from engine.sampling_params import SamplingParams
+from engine.sequence import SequenceKind, SequenceSpec
+from tests.support.engines import collect, fake_engine, running_fake_engine, token_ids
+from tests.support.held import assert_nothing_held
+
+
+def a_spec(seq_id: str, num_prompt: int = 10, max_tokens: int = 5, kind: SequenceKind = SequenceKind.LOCAL) -> SequenceSpec:
+    return SequenceSpec(seq_id, tuple(range(num_prompt)), SamplingParams(max_tokens, 0.0, ignore_eos=True), kind)
+
+
+async def until_entered(device_entered: threading.Event) -> None:
+    assert await asyncio.to_thread(device_entered.wait, 10)
+
+
+async def test_many_sequences_at_once_all_end() -> None:
+    async with running_fake_engine() as (engine, _):
+        results = await asyncio.gather(*(collect(engine, a_spec(f"s{index}")) for index in range(30)))
+        assert len({tuple(token_ids(events)) for events in results}) == 1
+        assert all(isinstance(events[-1], Finished) for events in results)
+        await assert_nothing_held(engine)
+
+
+async def test_a_release_posted_during_a_step_ends_the_sequence_after_it() -> None:
+    async with running_fake_engine() as (engine, device):
+        device.gate = threading.Event()
+        engine.submit(a_spec("s", 100))
+        await until_entered(device.entered)
+        engine.release("s")
+        engine.release("s")
+        device.gate.set()
+        await assert_nothing_held(engine)
+        report = await engine.report()
+        assert (report.num_steps, report.num_late_steps) == (1, 0)
+
+
+async def test_a_cancelled_reserve_leaves_nothing_when_its_release_was_posted() -> None:
+    async with running_fake_engine() as (engine, device):
+        device.gate = threading.Event()
+        engine.submit(a_spec("busy", 8, 1))
+        await until_entered(device.entered)
+        waiting = asyncio.create_task(engine.reserve(a_spec("r", kind=SequenceKind.REMOTE_KV)))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        engine.release("r")
+        engine.release("busy")
+        device.gate.set()
+        await assert_nothing_held(engine)
+
+
+async def test_an_engine_error_is_the_callers_answer_and_the_engine_lives() -> None:
+    async with running_fake_engine(num_blocks=4, max_model_len=16) as (engine, _):
+        await engine.reserve(a_spec("a", 8, kind=SequenceKind.REMOTE_KV))
+        with pytest.raises(CapacityError):
+            await engine.reserve(a_spec("b", 8, kind=SequenceKind.REMOTE_KV))
+        engine.release("a")
+        engine.release("b")
+        await assert_nothing_held(engine)
+
+
+async def test_a_device_error_reaches_every_waiter() -> None:
+    engine, device = fake_engine()
+    deaths: list[BaseException] = []
+    engine.on_death(deaths.append)
+    await engine.start()
+    device.gate = threading.Event()
+    device.fail_next = RuntimeError("the device is gone")
+    streams = [engine.submit(a_spec(f"s{index}")) for index in range(3)]
+    await until_entered(device.entered)
+    asked = asyncio.create_task(engine.report())
+    await asyncio.sleep(0)
+    device.gate.set()
+    async with asyncio.timeout(5):
+        for stream in streams:
+            with pytest.raises(EngineDeadError, match="the device is gone"):
+                await stream.get()
+        with pytest.raises(EngineDeadError):
+            await asked
+    with pytest.raises(EngineDeadError):
+        await engine.report()
+    with pytest.raises(EngineDeadError):
+        await engine.submit(a_spec("late")).get()
+    engine.release("late")
+    assert [str(each) for each in deaths] == ["the device is gone"]
+
+
+async def test_stop_wakes_waiters_and_is_no_death() -> None:
+    engine, _ = fake_engine()
+    deaths: list[BaseException] = []
+    engine.on_death(deaths.append)
+    await engine.start()
+    await engine.reserve(a_spec("r", kind=SequenceKind.REMOTE_KV))
+    stream = engine.submit(a_spec("w", 10, 0, SequenceKind.PREFILL_ONLY))
+    while not isinstance((await stream.get())[-1], Finished):
+        pass
+    waiter = asyncio.create_task(stream.get())
+    await engine.stop()
+    with pytest.raises(EngineDeadError, match="stopped"):
+        await waiter
+    assert deaths == []
+
+
+async def test_load_is_told_after_every_change() -> None:
+    async with running_fake_engine() as (engine, _):
+        seen: list[int] = []
+        engine.on_load(lambda load: seen.append(load.num_free_blocks))
+        await engine.reserve(a_spec("r", 8, 4, SequenceKind.REMOTE_KV))
+        assert (engine.load().num_in_handover, engine.load().num_free_blocks) == (1, 61)
+        engine.release("r")
+        await assert_nothing_held(engine)
+        assert seen[0] == 61
+        assert seen[-1] == 64
+
+
+async def test_beat_stands_still_only_while_computing() -> None:
+    async with running_fake_engine() as (engine, device):
+        await engine.report()
+        device.gate = threading.Event()
+        engine.submit(a_spec("s", 4, 1))
+        await until_entered(device.entered)
+        assert engine.beat() is not None
+        assert engine.beat() == engine.beat()
+        engine.release("s")
+        device.gate.set()
+        await assert_nothing_held(engine)
+
+
+async def test_nothing_is_lost_when_the_stream_is_read_late() -> None:
+    async with running_fake_engine() as (engine, _):
+        stream = engine.submit(a_spec("s", 6, 5))
+        await assert_nothing_held(engine)
+        events = await stream.get()
+        assert len(token_ids(events)) == 5
+        engine.release("s")

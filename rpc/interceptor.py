@@ -1,0 +1,215 @@
+"""The server interceptor: trace context, SERVER span, statuses, counters, and the list of running RPCs that a drain waits for.
+
+OpenTelemetry's own aio server interceptor reports OK for abort_with_status, uncaught exceptions, deadlines and cancels, so it is not used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Any, Final, NoReturn
+
+import grpc
+from grpc._cython.cygrpc import ExecuteBatchError  # grpc.aio does not export it
+from opentelemetry import context as otel_context
+from opentelemetry.trace import SpanKind
+
+from rpc.deadline import HOP_MARGIN_S
+from rpc.errors import StatusError, internal, unavailable
+from rpc.methods import is_request, method_name
+from telemetry.metrics import RpcMetrics
+from telemetry.spans import RPC_METHOD, RPC_RESPONSE_STATUS_CODE, RPC_SYSTEM_NAME
+from telemetry.tracing import SpanHandle, extract, span
+
+_LOG = logging.getLogger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+Behaviour = Callable[[Any, Context], Any]
+
+# The server's own faults; a refused or cancelled request is none.
+SERVER_ERRORS: Final = frozenset(
+    {
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DATA_LOSS,
+    }
+)
+_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
+_DRAIN_RETRY_S: Final = 1.0
+
+
+class CallInterceptor(grpc.aio.ServerInterceptor):
+    """Wraps every handler of one server. Handlers are coroutines or asynchronous generators; both end in the task that runs the RPC."""
+
+    def __init__(self, metrics: RpcMetrics | None = None) -> None:
+        self.draining = False
+        self._metrics = metrics
+        self._requests: set[asyncio.Task[Any]] = set()
+        self._support: set[asyncio.Task[Any]] = set()
+        self._ended: set[asyncio.Task[Any]] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def num_requests(self) -> int:
+        """Request RPCs whose status has not been sent."""
+        return len(self._requests)
+
+    async def wait_for_requests(self, timeout_s: float) -> bool:
+        """Waits until no request runs; False when `timeout_s` passed before."""
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def end_all(self) -> None:
+        """Cancels every handler that runs; each RPC then ends with UNAVAILABLE DRAINING."""
+        for task in (*self._requests, *self._support):
+            self._ended.add(task)
+            task.cancel()
+
+    async def intercept_service(
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]], details: grpc.HandlerCallDetails
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """Returns the method's handler, wrapped."""
+        handler: Any = await continuation(details)
+        if handler is None:
+            return handler  # type: ignore[no-any-return] # grpc answers UNIMPLEMENTED; the name is the client's own and goes into no label
+        method = method_name(details.method)
+        kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
+        behaviour: Behaviour = getattr(handler, kind)
+
+        async def wrapped(argument: Any, context: Context) -> Any:
+            return await self._run(method, behaviour, argument, context)
+
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
+        return make(wrapped, handler.request_deserializer, handler.response_serializer)  # type: ignore[no-any-return]
+
+    async def _run(self, method: str, behaviour: Behaviour, argument: Any, context: Context) -> Any:
+        self._enter(method, context)
+        started_s = time.monotonic()
+        call = _Call(method, behaviour, argument, context)
+        if self._metrics:
+            self._metrics.started(method)
+        try:
+            if not is_request(method):
+                return await self._guard(call)
+            parent = extract(context.invocation_metadata() or ()) or otel_context.Context()
+            attributes = {RPC_SYSTEM_NAME: "grpc", RPC_METHOD: method}
+            with span(method, kind=SpanKind.SERVER, attributes=attributes, parent=parent, set_error=False) as handle:
+                try:
+                    return await self._guard(call)
+                finally:
+                    _set_status(handle, call.code)
+        finally:
+            if self._metrics:
+                self._metrics.ended(method, call.code.name, time.monotonic() - started_s)
+
+    def _enter(self, method: str, context: Context) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        running = self._requests if is_request(method) else self._support
+        running.add(task)
+        self._idle.clear()
+
+        def left(_: object) -> None:
+            # Called when the status has been sent, and not when the handler returned: a drain must not cut off the last status.
+            running.discard(task)
+            self._ended.discard(task)
+            if not self._requests:
+                self._idle.set()
+
+        context.add_done_callback(left)
+
+    async def _guard(self, call: _Call) -> Any:
+        """Runs the handler and ends the RPC with the right status, which is then `call.code`."""
+        context = call.context
+        try:
+            if self.draining and is_request(call.method):
+                raise _draining()
+            response = await _invoke(call)
+            call.code = _code_of(context)
+            return response
+        except StatusError as error:
+            await _abort(call, error)
+        except grpc.aio.AbortError:
+            call.code = _code_of(context)
+            raise
+        except asyncio.CancelledError as error:
+            await self._cancelled(call, error)
+        except ExecuteBatchError:
+            # The client went away while something was being sent to it; the cancel itself had not been delivered yet.
+            call.code = _end_of_client(context)
+            raise
+        except Exception as error:
+            if isinstance(error, NotImplementedError) and _code_of(context) is grpc.StatusCode.UNIMPLEMENTED:
+                await _abort(call, StatusError(grpc.StatusCode.UNIMPLEMENTED, f"{call.method} is not implemented"))
+            _LOG.exception("%s failed", call.method)
+            await _abort(call, internal())
+
+    async def _cancelled(self, call: _Call, error: asyncio.CancelledError) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        if task in self._ended:
+            await _abort(call, _draining())
+        if not task.cancelling():
+            # Nobody cancelled this RPC: the handler awaited something of its own that was. Without a status its client would wait.
+            _LOG.error("%s let a cancel of its own escape", call.method, exc_info=error)
+            await _abort(call, internal())
+        call.code = _end_of_client(call.context)
+        raise error
+
+
+@dataclass(slots=True)
+class _Call:
+    method: str
+    behaviour: Behaviour
+    argument: Any
+    context: Context
+    code: grpc.StatusCode = grpc.StatusCode.UNKNOWN
+
+
+async def _invoke(call: _Call) -> Any:
+    result = call.behaviour(call.argument, call.context)
+    if not hasattr(result, "__aiter__"):
+        return await result
+    # A generator left to grpc runs its `finally` late and in another task when a slow client is cancelled.
+    async with aclosing(result) as messages:
+        async for message in messages:
+            await call.context.write(message)
+    return None
+
+
+async def _abort(call: _Call, error: StatusError) -> NoReturn:
+    call.code = error.code
+    await call.context.abort_with_status(error.to_status(tuple(call.context.trailing_metadata() or ())))
+    raise AssertionError("abort returned")
+
+
+def _draining() -> StatusError:
+    return unavailable("DRAINING", "the server is shutting down", _DRAIN_RETRY_S)
+
+
+def _code_of(context: Context) -> grpc.StatusCode:
+    code = context.code()
+    return code if isinstance(code, grpc.StatusCode) else _CODES[code or 0]
+
+
+def _end_of_client(context: Context) -> grpc.StatusCode:
+    # The client's own deadline cancels the RPC a moment before the server's timer would.
+    remaining = context.time_remaining()
+    return grpc.StatusCode.DEADLINE_EXCEEDED if remaining is not None and remaining <= HOP_MARGIN_S else grpc.StatusCode.CANCELLED
+
+
+def _set_status(handle: SpanHandle, code: grpc.StatusCode) -> None:
+    handle.set_attribute(RPC_RESPONSE_STATUS_CODE, code.name)
+    if code in SERVER_ERRORS:
+        handle.fail(code.name)

@@ -1,0 +1,1 @@
+"""OpenTelemetry and Prometheus set-up; every span and metric name in one place. Imports nothing of ours."""

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from gateway.detokenizer import Detokenizer
+from gateway.served_model import ServedModel
+from tests.gateway.conftest import FAMILIES, id_of
+
+SETTINGS = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def stream(model: ServedModel, token_ids: list[int], *, skip_special_tokens: bool = True) -> list[str]:
+    detokenizer = Detokenizer(model.tokenizer.backend, skip_special_tokens=skip_special_tokens)
+    return [*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.flush()]
+
+
+@SETTINGS
+@given(family=st.sampled_from(FAMILIES), text=st.text(max_size=40), skip=st.booleans())
+def test_pieces_of_any_text_join_to_its_decoding(family: str, text: str, skip: bool, models: dict[str, ServedModel]) -> None:
+    backend = models[family].tokenizer.backend
+    ids = backend.encode(text, add_special_tokens=True).ids
+    pieces = stream(models[family], ids, skip_special_tokens=skip)
+    assert "".join(pieces) == backend.decode(ids, skip_special_tokens=skip)
+
+
+@SETTINGS
+@given(family=st.sampled_from(["smollm2", "qwen3", "llama3"]), ids=st.lists(st.integers(0, 419), max_size=40), skip=st.booleans())
+def test_pieces_of_any_byte_level_tokens_join_to_their_decoding(family: str, ids: list[int], skip: bool, models: dict[str, ServedModel]) -> None:
+    assert "".join(stream(models[family], ids, skip_special_tokens=skip)) == models[family].tokenizer.backend.decode(ids, skip_special_tokens=skip)
+
+
+@SETTINGS
+@given(data=st.data())
+def test_pieces_of_any_fallback_tokens_join_to_their_decoding_where_it_has_no_broken_character(data: st.DataObject, models: dict[str, ServedModel]) -> None:
+    backend = models["llama2"].tokenizer.backend
+    ids = data.draw(st.lists(st.integers(0, backend.get_vocab_size() - 1), max_size=30))
+    joined, decoded = "".join(stream(models["llama2"], ids)), backend.decode(ids)
+    assert joined == decoded or "\ufffd" in decoded
+    joined.encode("utf-8")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_piece_holds_half_a_character(family: str, models: dict[str, ServedModel]) -> None:
+    ids = models[family].tokenizer.backend.encode("a🎉b東京𝔘 é", add_special_tokens=False).ids
+    assert len(ids) > 8
+    assert not any("\ufffd" in piece for piece in stream(models[family], ids))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_unfinished_character_comes_out_at_the_end_as_replacement(family: str, models: dict[str, ServedModel]) -> None:
+    backend = models[family].tokenizer.backend
+    ids = backend.encode("ok 𝔘", add_special_tokens=False).ids[:-1]
+    pieces = stream(models[family], ids)
+    assert "".join(pieces) == backend.decode(ids)
+    assert pieces[-1].strip("\ufffd") == "" != pieces[-1]
+    assert "\ufffd" not in "".join(pieces[:-1])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_is_held_back_is_bounded(family: str, models: dict[str, ServedModel]) -> None:
+    backend = models[family].tokenizer.backend
+    broken = id_of(backend, "<0xFF>") if family == "llama2" else id_of(backend, "ÿ")
+    detokenizer = Detokenizer(backend, skip_special_tokens=True)
+    assert sum(bool(detokenizer.push(broken)) for _ in range(200)) >= 10
+    detokenizer = Detokenizer(backend, skip_special_tokens=True)
+    skipped = next(token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special)
+    assert not any(detokenizer.push(skipped) for _ in range(500))
+    assert len(detokenizer._window) < 200
+
+
+def test_special_tokens_can_be_shown(models: dict[str, ServedModel]) -> None:
+    backend = models["qwen3"].tokenizer.backend
+    ids = [*backend.encode("hi").ids, id_of(backend, "<|im_end|>")]
+    assert "".join(stream(models["qwen3"], ids, skip_special_tokens=False)) == "hi<|im_end|>"
+    assert "".join(stream(models["qwen3"], ids)) == "hi"

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.stop_strings import StopStrings
+
+LETTERS = st.text("ab", max_size=12)
+
+
+def run(pieces: list[str], stop: list[str], include: bool) -> tuple[str, str | None, int]:
+    """Text, the match, and how many pieces were taken."""
+    watch = StopStrings(stop, include_in_output=include)
+    sent = ""
+    for taken, piece in enumerate(pieces, 1):
+        checked = watch.push(piece)
+        sent += checked.text
+        if checked.matched is not None:
+            return sent, checked.matched, taken
+    return sent + watch.flush(), None, len(pieces)
+
+
+def expected(text: str, stop: list[str], include: bool) -> tuple[str, str | None]:
+    """The match that ends first, of those the longest."""
+    for end in range(len(text) + 1):
+        ending = [s for s in stop if text[:end].endswith(s)]
+        if ending:
+            longest = max(ending, key=len)
+            return text[: end if include else end - len(longest)], longest
+    return text, None
+
+
+@settings(max_examples=500)
+@given(pieces=st.lists(LETTERS, max_size=8), stop=st.lists(st.text("ab", min_size=1, max_size=5), max_size=3), include=st.booleans())
+def test_the_answer_is_that_of_the_whole_text_however_it_is_cut(pieces: list[str], stop: list[str], include: bool) -> None:
+    text, matched, _ = run(pieces, stop, include)
+    assert (text, matched) == expected("".join(pieces), stop, include)
+
+
+@given(pieces=st.lists(LETTERS, max_size=8), stop=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3))
+def test_a_match_is_seen_with_the_piece_that_completes_it(pieces: list[str], stop: list[str]) -> None:
+    _, matched, taken = run(pieces, stop, False)
+    if matched is not None:
+        assert not any(s in "".join(pieces[: taken - 1]) for s in stop)
+
+
+@given(text=st.text("ab", max_size=20), stop=st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_size=3))
+def test_only_what_could_become_a_match_is_held_back(text: str, stop: list[str]) -> None:
+    watch = StopStrings(stop, include_in_output=False)
+    seen = sent = ""
+    for letter in text:
+        checked = watch.push(letter)
+        seen, sent = seen + letter, sent + checked.text
+        if checked.matched is not None:
+            return
+        held = seen[len(sent) :]
+        assert sent + held == seen
+        assert not held or any(s.startswith(held) and s != held for s in stop)
+
+
+def test_nothing_is_held_back_when_matches_are_included() -> None:
+    watch = StopStrings(["STOP"], include_in_output=True)
+    assert [watch.push(piece).text for piece in ("a ST", "O", "P and more")] == ["a ST", "O", "P"]
+
+
+def test_without_stop_strings_text_passes() -> None:
+    assert run(["a", "", "b"], [], False) == ("ab", None, 3)

@@ -1,7 +1,8 @@
 """The client-side span of an outgoing RPC and the metadata that carries it.
 
-An explicit context manager around the call and not an interceptor: grpc.aio's client interceptors for streams return before the stream ends, so the span's end and
-status would have to be pieced together from callbacks, and a bidirectional call would pass through a proxy object. One form serves all four kinds of RPC.
+An explicit context manager around the call and not an interceptor: grpc.aio's client interceptors for streams return before the stream ends, so the
+span's end and status would have to be pieced together from callbacks, and a bidirectional call would pass through a proxy object. One form serves all
+four kinds of RPC.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ def outgoing(method: str, *, metadata: Metadata = (), attributes: Attributes | N
             call = stub.Generate(request, timeout=next_hop_s(remaining), metadata=metadata)
             async for response in call: ...
 
-    `metadata` is yielded with traceparent appended. The span's status is what leaves the block: AioRpcError or StatusError its code, a cancel CANCELLED, a clean
-    exit OK; anything but OK is an error of a client span. With tracing off only the metadata passes through.
+    `metadata` is yielded with traceparent appended. The span's status is what leaves the block: AioRpcError or StatusError its code, a cancel CANCELLED,
+    a clean exit OK; anything but OK is an error of a client span. With tracing off only the metadata passes through.
     """
     name = method_name(method)
     with span(name, kind=SpanKind.CLIENT, attributes={RPC_SYSTEM_NAME: "grpc", RPC_METHOD: name, **(attributes or {})}, set_error=False) as handle:

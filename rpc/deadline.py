@@ -13,7 +13,7 @@ HOP_MARGIN_S: Final = 0.020
 
 def remaining_s(context: grpc.aio.ServicerContext[Any, Any], default_s: float) -> float:
     """Seconds that the RPC being served has left: its deadline, or `default_s` (max_request_time_s) when it has none or a later one."""
-    remaining = context.time_remaining()
+    remaining: float | None = context.time_remaining()  # None without a deadline, whatever the stubs say
     return default_s if remaining is None else min(remaining, default_s)
 
 

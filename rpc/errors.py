@@ -11,7 +11,7 @@ from typing import Any, Final, Self
 import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import DecodeError
-from google.rpc import error_details_pb2, status_pb2
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 DOMAIN: Final = "tandem"
 TRAILER_PREFIX: Final = "tandem-"

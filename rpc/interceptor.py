@@ -11,10 +11,10 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Any, Final, NoReturn
+from typing import Any, Final, NoReturn, TypeAlias
 
 import grpc
-from grpc._cython.cygrpc import ExecuteBatchError  # grpc.aio does not export it
+from grpc._cython.cygrpc import ExecuteBatchError  # type: ignore[import-not-found] # grpc.aio does not export it
 from opentelemetry import context as otel_context
 from opentelemetry.trace import SpanKind
 
@@ -27,7 +27,8 @@ from telemetry.tracing import SpanHandle, extract, span
 
 _LOG = logging.getLogger(__name__)
 
-Context = grpc.aio.ServicerContext[Any, Any]
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
 Behaviour = Callable[[Any, Context], Any]
 
 # The server's own faults; a refused or cancelled request is none.
@@ -77,12 +78,12 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             task.cancel()
 
     async def intercept_service(
-        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]], details: grpc.HandlerCallDetails
-    ) -> grpc.RpcMethodHandler[Any, Any]:
+        self, continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Handler | None]], details: grpc.HandlerCallDetails
+    ) -> Handler | None:
         """Returns the method's handler, wrapped."""
         handler: Any = await continuation(details)
         if handler is None:
-            return handler  # type: ignore[no-any-return] # grpc answers UNIMPLEMENTED; the name is the client's own and goes into no label
+            return None  # grpc answers UNIMPLEMENTED; the name is the client's own and goes into no label
         method = method_name(details.method)
         kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
         behaviour: Behaviour = getattr(handler, kind)
@@ -118,16 +119,17 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         assert task is not None
         running = self._requests if is_request(method) else self._support
         running.add(task)
-        self._idle.clear()
+        if self._requests:
+            self._idle.clear()
 
-        def left(_: object) -> None:
+        def left(_: Any) -> None:
             # Called when the status has been sent, and not when the handler returned: a drain must not cut off the last status.
             running.discard(task)
             self._ended.discard(task)
             if not self._requests:
                 self._idle.set()
 
-        context.add_done_callback(left)
+        context.add_done_callback(left)  # type: ignore[arg-type] # any callable will do
 
     async def _guard(self, call: _Call) -> Any:
         """Runs the handler and ends the RPC with the right status, which is then `call.code`."""
@@ -191,7 +193,6 @@ async def _invoke(call: _Call) -> Any:
 async def _abort(call: _Call, error: StatusError) -> NoReturn:
     call.code = error.code
     await call.context.abort_with_status(error.to_status(tuple(call.context.trailing_metadata() or ())))
-    raise AssertionError("abort returned")
 
 
 def _draining() -> StatusError:
@@ -199,13 +200,13 @@ def _draining() -> StatusError:
 
 
 def _code_of(context: Context) -> grpc.StatusCode:
-    code = context.code()
+    code: grpc.StatusCode | int | None = context.code()
     return code if isinstance(code, grpc.StatusCode) else _CODES[code or 0]
 
 
 def _end_of_client(context: Context) -> grpc.StatusCode:
     # The client's own deadline cancels the RPC a moment before the server's timer would.
-    remaining = context.time_remaining()
+    remaining: float | None = context.time_remaining()
     return grpc.StatusCode.DEADLINE_EXCEEDED if remaining is not None and remaining <= HOP_MARGIN_S else grpc.StatusCode.CANCELLED
 
 

@@ -9,7 +9,7 @@ import time
 from contextvars import ContextVar
 from typing import Final
 
-from grpc._cython.cygrpc import ExecuteBatchError  # grpc.aio does not export it
+from grpc._cython.cygrpc import ExecuteBatchError  # type: ignore[import-not-found] # grpc.aio does not export it
 
 from telemetry.tracing import current_ids
 
@@ -63,7 +63,7 @@ class TextFormatter(logging.Formatter):
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(name)s: %(message)s")
 
-    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's name
+    def formatMessage(self, record: logging.LogRecord) -> str:
         """Renders a record without its traceback."""
         ids = " ".join(f"{key}={value}" for key in ("request_id", "trace_id", "span_id") if (value := getattr(record, key, "")))
         return super().formatMessage(record) + (f" [{ids}]" if ids else "")

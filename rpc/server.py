@@ -56,7 +56,7 @@ class RpcServer:
         add_servicer(servicer, self._server)
         self._services.append(full_service_name)
 
-    def add_generic(self, handlers: Iterable[grpc.GenericRpcHandler[Any, Any]]) -> None:
+    def add_generic(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
         """Registers generic handlers, such as one of raw bytes; before `start`."""
         self._server.add_generic_rpc_handlers(tuple(handlers))
 

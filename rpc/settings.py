@@ -94,8 +94,8 @@ def load_settings(cls: type[S], argv: Sequence[str] | None = None, *, prog: str 
         flags: CliSettingsSource[Any] = CliSettingsSource(
             cls, cli_parse_args=arguments, root_parser=parser, parse_args_method=argparse.ArgumentParser.parse_args, formatter_class=argparse.HelpFormatter
         )
-        path = _config_path(arguments)
-        return cls(_cli_settings_source=flags, **({"config": path} if path else {}))
+        file: dict[str, Any] = {"config": path} if (path := _config_path(arguments)) else {}
+        return cls(_cli_settings_source=flags, **file)
     except ValidationError as error:
         problems = [_describe(problem) for problem in error.errors()]
     except (SettingsError, YamlError) as error:

@@ -68,7 +68,7 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
 
     async def __aenter__(self) -> Self:
         self._server = grpc.aio.server()
-        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)
+        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
         port = self._server.add_insecure_port("127.0.0.1:0")
         await self._server.start()
         self.endpoint = f"http://127.0.0.1:{port}"
@@ -78,7 +78,7 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
         if self._server is not None:
             await self._server.stop(0.5)
 
-    async def Export(  # noqa: N802 - the name is the RPC's
+    async def Export(
         self, request: trace_service_pb2.ExportTraceServiceRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> trace_service_pb2.ExportTraceServiceResponse:
         """Takes a batch of spans."""

@@ -1,0 +1,1 @@
+"""Kernels written for a device, and how they are built."""

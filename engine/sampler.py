@@ -1,0 +1,110 @@
+"""Choosing tokens: a pure function of a row's logits, parameters, seed, sample index and position (design rule 3).
+
+A row's result depends on no other row. Order of the filters: temperature, then top_k, top_p and min_p; each sees only what the one before it kept.
+Tokens are ordered by (logit, descending; token id, ascending), so that top_k keeps exactly k tokens and ties go to the lower id everywhere.
+
+Noise is Gumbel-max: the token with the greatest logit / temperature - log(-log(1 - u)) wins, where u comes from a hash of (seed, sample index, position,
+token id), see `engine.noise`. A first pass in float32 finds the few that may win, a second one in exact integers and float64 decides among them, so that
+the winner does not hang on a device's rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from engine.errors import SequenceError
+from engine.noise import gumbel, gumbel_approximately, row_key
+from engine.sampling_params import SampledToken, SamplingParams
+from engine.step import SampleRow
+
+_NUM_FINALISTS = 4
+"""The first pass errs by some 1e-5: more tokens than this within that of the winner do not happen."""
+
+_TOP_P_CANDIDATES = 256
+"""Tokens looked at first; only when they hold too little of the mass is the whole vocabulary sorted."""
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | SequenceError]:
+    """Samples one token for each row of `logits`, float32 [rows, vocabulary].
+
+    A row with NaN, with +inf or without any finite logit gives a SequenceError in its place.
+    """
+    highest = logits.amax(dim=-1)
+    usable = torch.isfinite(highest).tolist()
+    best = logits.argmax(dim=-1).tolist()
+    outcomes: list[SampledToken | SequenceError] = []
+    for index, row in enumerate(rows):
+        if not usable[index]:
+            outcomes.append(SequenceError(f"logits are not finite at position {row.position}"))
+            continue
+        token_id = best[index] if row.params.greedy else _draw(logits[index], highest[index], row)
+        outcomes.append(SampledToken(token_id) if row.params.logprobs is None else _with_logprobs(logits[index], token_id, row.params.logprobs))
+    return outcomes
+
+
+def _draw(logits: torch.Tensor, highest: torch.Tensor, row: SampleRow) -> int:
+    """Draws from one row, [vocabulary]. Logits are taken relative to the highest, so that a small temperature costs no precision near it."""
+    relative = logits - highest
+    params = row.params
+    key = row_key(params.seed, params.sample_index, row.position)
+    token_ids = _kept(relative, params)
+    if token_ids is not None:
+        relative = relative[token_ids]
+    scores = gumbel_approximately(key, token_ids, logits.shape[0], logits.device).add_(relative / params.temperature)
+    finalists = torch.topk(scores, min(_NUM_FINALISTS, scores.shape[0])).indices
+    values = relative[finalists].tolist()
+    ids = (finalists if token_ids is None else token_ids[finalists]).tolist()
+    scored = [(-(value / params.temperature + gumbel(key, token_id)), int(token_id)) for value, token_id in zip(values, ids, strict=True)]
+    return min(scored)[1]
+
+
+def _kept(relative: torch.Tensor, params: SamplingParams) -> torch.Tensor | None:
+    """Token ids that the filters leave, most likely first; None if none is on."""
+    vocab_size = relative.shape[0]
+    top_k = params.top_k if 0 < params.top_k < vocab_size else 0
+    if not top_k and params.top_p >= 1.0:
+        return _likely_enough(relative, params) if params.min_p > 0.0 else None
+    num_candidates = top_k or min(_TOP_P_CANDIDATES, vocab_size)
+    token_ids = most_likely(relative, num_candidates)
+    weights = _weights(relative[token_ids], params)
+    if params.top_p < 1.0:
+        mass = params.top_p * float(weights.sum() if top_k else torch.exp(relative / params.temperature).sum(dtype=torch.float64))
+        if not top_k and float(weights.sum()) < mass:
+            token_ids = most_likely(relative, vocab_size)
+            weights = _weights(relative[token_ids], params)
+        num_kept = int((weights.cumsum(0) < mass).sum()) + 1
+        token_ids, weights = token_ids[:num_kept], weights[:num_kept]
+    return token_ids[weights >= params.min_p] if params.min_p > 0.0 else token_ids
+
+
+def _likely_enough(relative: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """min_p alone needs no order: the most likely token's weight is 1. A coarse bound first, then the exact one on the few that pass it."""
+    token_ids = torch.nonzero(relative >= (math.log(params.min_p) - 0.01) * params.temperature).flatten()
+    return token_ids[_weights(relative[token_ids], params) >= params.min_p]
+
+
+def _weights(relative: torch.Tensor, params: SamplingParams) -> torch.Tensor:
+    """Probabilities relative to the most likely token's, float64."""
+    return torch.exp(relative.double() / params.temperature)
+
+
+def most_likely(values: torch.Tensor, count: int) -> torch.Tensor:
+    """Indices of the `count` greatest of [n] values, greatest first, ties to the lower index."""
+    if count >= values.shape[0]:
+        return torch.sort(values, descending=True, stable=True).indices
+    lowest = torch.topk(values, count, sorted=False).values.amin()
+    indices = torch.nonzero(values >= lowest).flatten()
+    return indices[torch.sort(values[indices], descending=True, stable=True).indices[:count]]
+
+
+def _with_logprobs(logits: torch.Tensor, token_id: int, num_alternatives: int) -> SampledToken:
+    """Natural logs of the softmax before temperature and filters."""
+    logprobs = torch.log_softmax(logits, dim=-1)
+    alternatives: tuple[tuple[int, float], ...] = ()
+    if num_alternatives > 0:
+        token_ids = most_likely(logits, num_alternatives)
+        alternatives = tuple(zip(token_ids.tolist(), logprobs[token_ids].tolist(), strict=True))
+    return SampledToken(token_id, float(logprobs[token_id]), alternatives)

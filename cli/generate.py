@@ -1,0 +1,149 @@
+"""`tandem generate` and `tandem chat`: text from a gateway into a terminal."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from contextlib import aclosing
+from dataclasses import dataclass
+
+import grpc
+from rich.console import Console
+
+from cli.errors import UserError
+from cli.generation import Generation, chat_request, told
+from rpc.channels import control_channel
+from rpc.errors import StatusError
+from tandem.v1 import gateway_pb2, generation_pb2
+
+Write = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class GenerateOptions:
+    """What `generate` and `chat` have in common."""
+
+    target: str
+    system: str | None
+    sampling: generation_pb2.SamplingParams
+    model: str = ""
+    timeout_s: float | None = None
+
+
+async def generate(prompt: str, options: GenerateOptions, *, raw: bool, write: Write, console: Console) -> None:
+    """Streams one completion to `write`, and a line of measurements to `console`. Raises UserError."""
+    if raw:
+        request = gateway_pb2.GenerateRequest(model=options.model, text=prompt, sampling_params=options.sampling)
+    else:
+        request = chat_request(_with_system(options.system, [("user", prompt)]), options.sampling, model=options.model)
+    generation = Generation(request)
+    async with control_channel(options.target) as channel:
+        await _stream(generation, channel, options, write)
+    write("\n")
+    _print_summary(generation, console)
+
+
+def _with_system(system: str | None, turns: list[tuple[str, str]]) -> list[tuple[str, str]]:
+    return [("system", system), *turns] if system is not None else turns
+
+
+async def _stream(generation: Generation, channel: grpc.aio.Channel, options: GenerateOptions, write: Write) -> None:
+    try:
+        async with aclosing(generation.stream(channel, timeout_s=options.timeout_s)) as pieces:
+            async for piece in pieces:
+                write(piece)
+    except StatusError as error:
+        if generation.text:
+            write("\n")
+        raise told(error, options.target) from None
+
+
+def _print_summary(generation: Generation, console: Console) -> None:
+    if generation.usage is None or generation.ttft_s is None or generation.tokens_per_s is None or not console.is_terminal:
+        return
+    usage, path = generation.usage, generation.trailers.get("path", "?")
+    console.print(
+        f"{usage.prompt_tokens} + {usage.completion_tokens} tokens ({usage.cached_tokens} cached), first after {generation.ttft_s * 1e3:.0f} ms, "
+        f"{generation.tokens_per_s:.1f} tokens/s, path {path}",
+        style="dim",
+        highlight=False,
+    )
+
+
+class Chat:
+    """A conversation. Ctrl-C while an answer comes cancels it and keeps what was said; at the prompt it clears the line; Ctrl-D ends."""
+
+    def __init__(self, options: GenerateOptions, console: Console) -> None:
+        self._options = options
+        self._console = console
+        self._turns: list[tuple[str, str]] = []
+
+    def run(self, read_line: Callable[[str], str] = input) -> None:
+        """Reads lines and answers them until the end of input. Raises UserError when the gateway cannot be reached at the first turn."""
+        self._console.print("Ctrl-C cancels an answer, /reset forgets the conversation, Ctrl-D or /exit ends.", style="dim", highlight=False)
+        with asyncio.Runner() as runner:
+            channel = runner.run(_open(self._options.target))
+            try:
+                while (line := self._next_line(read_line)) is not None:
+                    self._answer(runner, channel, line)
+            finally:
+                runner.run(channel.close())
+
+    def _next_line(self, read_line: Callable[[str], str]) -> str | None:
+        while True:
+            try:
+                line = read_line("> ").strip()
+            except KeyboardInterrupt:
+                self._console.print()
+                continue
+            except EOFError:
+                return None
+            if line == "/exit":
+                return None
+            if line == "/reset":
+                self._turns.clear()
+                self._console.print("forgotten", style="dim")
+            elif line:
+                return line
+
+    def _answer(self, runner: asyncio.Runner, channel: grpc.aio.Channel, line: str) -> None:
+        turns = [*self._turns, ("user", line)]
+        generation = Generation(chat_request(_with_system(self._options.system, turns), self._options.sampling, model=self._options.model))
+        try:
+            runner.run(_stream(generation, channel, self._options, _write_out))
+            _write_out("\n")
+            _print_summary(generation, self._console)
+        except KeyboardInterrupt:
+            _write_out("\n")
+            self._console.print("cancelled", style="yellow")
+        except UserError as error:
+            if not self._turns and error.exit_code == 2:
+                raise
+            self._console.print(str(error), style="red", markup=False, highlight=False)
+        if generation.text:
+            self._turns = [*turns, ("assistant", generation.text)]
+
+
+async def _open(target: str) -> grpc.aio.Channel:
+    return control_channel(target)
+
+
+def _write_out(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def read_prompt(argument: str) -> str:
+    """The argument itself, or standard input for "-"."""
+    if argument != "-":
+        return argument
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise UserError(f"standard input is not UTF-8: {error}") from None
+
+
+def generate_to_stdout(prompt: str, options: GenerateOptions, *, raw: bool) -> None:
+    """`tandem generate`."""
+    asyncio.run(generate(read_prompt(prompt), options, raw=raw, write=_write_out, console=Console(stderr=True)))

@@ -1,0 +1,77 @@
+"""`tandem status` and `tandem health`: what runs, and whether it serves."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Any
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from cli.generation import told
+from rpc.channels import control_channel
+from rpc.errors import StatusError
+from tandem.v1 import gateway_pb2, gateway_pb2_grpc
+
+_ROLES = {gateway_pb2.INSTANCE_ROLE_PREFILL: "prefill", gateway_pb2.INSTANCE_ROLE_DECODE: "decode"}
+
+
+class Health(IntEnum):
+    """Exit codes of `tandem health`."""
+
+    SERVING = 0
+    NOT_SERVING = 1
+    UNREACHABLE = 2
+
+
+async def check_health(target: str, service: str, timeout_s: float) -> tuple[Health, str]:
+    """Asks grpc.health.v1 once; the text says what was answered. An unknown service is not serving."""
+    async with control_channel(target) as channel:
+        stub: Any = health_pb2_grpc.HealthStub(channel)  # its published types lack the methods
+        try:
+            response = await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.NOT_FOUND:
+                return Health.NOT_SERVING, f"service {service} is unknown"
+            return Health.UNREACHABLE, f"{error.code().name}: {error.details()}"
+    answer = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
+    return (Health.SERVING if answer == "SERVING" else Health.NOT_SERVING), answer
+
+
+async def print_status(target: str, timeout_s: float, console: Console) -> None:
+    """Prints the gateway's view of itself and of both pools. Raises UserError."""
+    async with control_channel(target) as channel:
+        stub: Any = gateway_pb2_grpc.GatewayServiceStub(channel)
+        try:
+            status = await stub.GetStatus(gateway_pb2.GetStatusRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise told(StatusError.of(error), target) from None
+    counts = f"{status.num_requests_running} running, {status.num_requests_waiting} in the queue"
+    console.print(f"gateway {target}, version {status.version}: {counts}{', draining' if status.draining else ''}", highlight=False)
+    console.print(_instances(status))
+
+
+def _instances(status: gateway_pb2.GetStatusResponse) -> Table:
+    table = Table(header_style="bold", box=None, pad_edge=False)
+    for name, justify in (("instance", "left"), ("pool", "left"), ("state", "left"), ("model", "left")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for name in ("running", "waiting", "hand-over", "backlog", "blocks used"):
+        table.add_column(name, justify="right")
+    for instance in sorted(status.instances, key=lambda one: (-one.role, one.name)):
+        load = instance.load
+        used = f"{load.num_blocks - load.num_free_blocks} / {load.num_blocks}" if load.num_blocks else "-"
+        table.add_row(
+            Text(instance.name),
+            _ROLES.get(instance.role, "?"),
+            Text("ready", "green") if instance.available else Text(instance.reason or "not available", "red"),
+            Text(load.model),
+            str(load.num_requests_running),
+            str(load.num_requests_waiting),
+            str(load.num_requests_in_handover),
+            f"{load.prefill_backlog_tokens} tok",
+            used,
+        )
+    return table

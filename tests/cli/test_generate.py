@@ -1,0 +1,164 @@
+"""`generate` and `chat` against a scripted gateway over real gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import os
+import signal
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+
+import grpc
+import pytest
+from rich.console import Console
+
+from cli.errors import UserError
+from cli.generate import Chat, GenerateOptions, generate
+from cli.generation import Generation, chat_request
+from rpc.server import RpcServer
+from tandem.v1 import generation_pb2
+from tests.cli.scripted_service import WORDS, ScriptedGateway, add_gateway
+
+_ANSWER = "".join(WORDS)
+
+
+async def _start(script: str) -> tuple[RpcServer, ScriptedGateway]:
+    server = RpcServer("scripted")
+    gateway = add_gateway(server, script)
+    await server.start()
+    server.set_ready(True)
+    return server, gateway
+
+
+@pytest.fixture
+async def scripted(request: pytest.FixtureRequest) -> AsyncIterator[tuple[str, ScriptedGateway]]:
+    server, gateway = await _start(getattr(request, "param", ""))
+    yield f"127.0.0.1:{server.port}", gateway
+    await server.drain(1)
+
+
+def _options(target: str, system: str | None = None) -> GenerateOptions:
+    return GenerateOptions(target, system, generation_pb2.SamplingParams(max_tokens=8))
+
+
+async def test_generate_streams_text_and_sends_the_chat(scripted: tuple[str, ScriptedGateway]) -> None:
+    target, gateway = scripted
+    pieces: list[str] = []
+    await generate("Capital of France?", _options(target, "Be brief."), raw=False, write=pieces.append, console=Console(file=io.StringIO()))
+    assert pieces == [*WORDS, "\n"]
+    assert [(turn.role, turn.content) for turn in gateway.requests[0].chat.messages] == [("system", "Be brief."), ("user", "Capital of France?")]
+
+
+async def test_raw_prompt_goes_without_the_chat_template(scripted: tuple[str, ScriptedGateway]) -> None:
+    target, gateway = scripted
+    await generate("Once upon", _options(target), raw=True, write=lambda _: None, console=Console(file=io.StringIO()))
+    assert gateway.requests[0].text == "Once upon"
+
+
+async def test_summary_names_tokens_and_path_on_a_terminal(scripted: tuple[str, ScriptedGateway]) -> None:
+    out = io.StringIO()
+    await generate("x", _options(scripted[0]), raw=False, write=lambda _: None, console=Console(file=out, force_terminal=True, width=200, color_system=None))
+    assert "30 + 6 tokens (16 cached)" in out.getvalue()
+    assert "path handover" in out.getvalue()
+
+
+@pytest.mark.parametrize("scripted", ["refuse"], indirect=True)
+async def test_refusal_says_reason_and_when_to_come_back(scripted: tuple[str, ScriptedGateway]) -> None:
+    with pytest.raises(UserError, match=r"RESOURCE_EXHAUSTED QUEUE_FULL: the queue holds 64 requests; try again in 1\.5 s"):
+        await generate("x", _options(scripted[0]), raw=False, write=lambda _: None, console=Console(file=io.StringIO()))
+
+
+async def test_unreachable_gateway_is_told_in_one_line() -> None:
+    with pytest.raises(UserError, match=r"gateway 127\.0\.0\.1:1 cannot be reached \(Connection refused\)") as raised:
+        await generate("x", _options("127.0.0.1:1"), raw=False, write=lambda _: None, console=Console(file=io.StringIO()))
+    assert raised.value.exit_code == 2
+
+
+@pytest.mark.parametrize("scripted", ["slow"], indirect=True)
+async def test_leaving_a_stream_early_cancels_the_call(scripted: tuple[str, ScriptedGateway]) -> None:
+    target, gateway = scripted
+    async with grpc.aio.insecure_channel(target) as channel:
+        stream = Generation(chat_request([("user", "x")], generation_pb2.SamplingParams())).stream(channel)
+        assert await anext(stream) == WORDS[0]
+        await stream.aclose()
+        await asyncio.wait_for(gateway.cancelled.wait(), 10)
+
+
+async def test_measurements_count_tokens_gaps_and_trailers(scripted: tuple[str, ScriptedGateway]) -> None:
+    generation = Generation(chat_request([("user", "x")], generation_pb2.SamplingParams()))
+    async with grpc.aio.insecure_channel(scripted[0]) as channel:
+        assert "".join([piece async for piece in generation.stream(channel)]) == _ANSWER
+    assert (generation.num_output_tokens, len(generation.gaps_s)) == (len(WORDS), len(WORDS) - 1)
+    assert generation.ttft_s is not None
+    assert generation.trailers["kv-transport"] == "inline"
+
+
+@contextmanager
+def _gateway_in_a_thread(script: str) -> Iterator[tuple[str, ScriptedGateway]]:
+    """`chat` owns the main thread and its event loop, as in a terminal."""
+    started: list[tuple[RpcServer, ScriptedGateway]] = []
+    loop, ready = asyncio.new_event_loop(), threading.Event()
+
+    async def serve() -> None:
+        started.append(await _start(script))
+        ready.set()
+
+    loop.create_task(serve())
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        assert ready.wait(10)
+        server, gateway = started[0]
+        yield f"127.0.0.1:{server.port}", gateway
+        asyncio.run_coroutine_threadsafe(server.drain(1), loop).result(10)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)
+        loop.close()
+
+
+def _lines(*lines: str) -> Iterator[str]:
+    yield from lines
+    raise EOFError
+
+
+def test_chat_sends_the_whole_conversation() -> None:
+    with _gateway_in_a_thread("") as (target, gateway):
+        lines = _lines("Hello", "And now?", "/reset", "Anew")
+        Chat(_options(target), Console(file=io.StringIO())).run(lambda prompt: next(lines))
+    assert [[turn.content for turn in request.chat.messages] for request in gateway.requests] == [["Hello"], ["Hello", _ANSWER, "And now?"], ["Anew"]]
+
+
+def test_ctrl_c_cancels_the_answer_and_not_the_chat(capsys: pytest.CaptureFixture[str]) -> None:
+    out = io.StringIO()
+    with _gateway_in_a_thread("slow") as (target, gateway):
+        lines = _lines("Hello", "Still there?")
+
+        def read_line(prompt: str) -> str:
+            line = next(lines)
+            # Ctrl-C once the third word has been shown
+            threading.Thread(target=_interrupt_after, args=(capsys, WORDS[2])).start()
+            return line
+
+        chat = Chat(_options(target), Console(file=out))
+        chat.run(read_line)
+    assert out.getvalue().count("cancelled") == 2
+    assert [turn.content for turn in gateway.requests[1].chat.messages] == ["Hello", "".join(WORDS[:3]), "Still there?"]
+
+
+def _interrupt_after(capsys: pytest.CaptureFixture[str], word: str) -> None:
+    seen = ""
+    for _ in range(1000):
+        seen += capsys.readouterr().out
+        if word in seen:
+            os.kill(os.getpid(), signal.SIGINT)
+            return
+        threading.Event().wait(0.01)
+
+
+def test_first_turn_with_an_unreachable_gateway_ends_the_chat() -> None:
+    lines = _lines("Hello")
+    with pytest.raises(UserError, match="cannot be reached"):
+        Chat(_options("127.0.0.1:1"), Console(file=io.StringIO())).run(lambda prompt: next(lines))

@@ -15,9 +15,9 @@ import grpc
 from opentelemetry.trace import SpanKind
 
 from rpc.errors import StatusError
-from rpc.methods import method_name
+from rpc.methods import is_request, method_name
 from telemetry.spans import RPC_METHOD, RPC_RESPONSE_STATUS_CODE, RPC_SYSTEM_NAME
-from telemetry.tracing import Attributes, SpanHandle, inject, span
+from telemetry.tracing import NO_SPAN, Attributes, SpanHandle, inject, span
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 
@@ -31,12 +31,17 @@ def outgoing(method: str, *, metadata: Metadata = (), attributes: Attributes | N
             async for response in call: ...
 
     `metadata` is yielded with traceparent appended. The span's status is what leaves the block: AioRpcError or StatusError its code, a cancel CANCELLED,
-    a clean exit OK; anything but OK is an error of a client span. With tracing off only the metadata passes through.
+    a clean exit OK; anything but OK is an error of a client span. A block that cancels its call and goes on may set RPC_RESPONSE_STATUS_CODE itself.
+    With tracing off, and for RPCs that are no requests (rpc.methods), only the metadata passes through.
     """
     name = method_name(method)
+    if not is_request(name):
+        yield metadata, NO_SPAN
+        return
     with span(name, kind=SpanKind.CLIENT, attributes={RPC_SYSTEM_NAME: "grpc", RPC_METHOD: name, **(attributes or {})}, set_error=False) as handle:
         carried = list(metadata)
         inject(carried)
+        handle.set_attribute(RPC_RESPONSE_STATUS_CODE, grpc.StatusCode.OK.name)
         try:
             yield tuple(carried), handle
         except grpc.aio.AioRpcError as error:
@@ -48,11 +53,8 @@ def outgoing(method: str, *, metadata: Metadata = (), attributes: Attributes | N
         except (asyncio.CancelledError, GeneratorExit):
             _set_status(handle, grpc.StatusCode.CANCELLED)
             raise
-        else:
-            _set_status(handle, grpc.StatusCode.OK)
 
 
 def _set_status(handle: SpanHandle, code: grpc.StatusCode) -> None:
     handle.set_attribute(RPC_RESPONSE_STATUS_CODE, code.name)
-    if code is not grpc.StatusCode.OK:
-        handle.fail(code.name)
+    handle.fail(code.name)

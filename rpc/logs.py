@@ -13,16 +13,22 @@ from grpc._cython.cygrpc import ExecuteBatchError  # type: ignore[import-not-fou
 
 from telemetry.tracing import current_ids
 
+_GRPC_LOGGER: Final = "grpc._cython.cygrpc"
+
 request_id: Final[ContextVar[str]] = ContextVar("request_id", default="")
 
 
 class HarmlessCancelFilter(logging.Filter):
-    """Drops one record: grpc.aio's traceback when a client cancelled before the first response, so that the headers could not be sent."""
+    """Drops one kind of record: grpc.aio's own traceback when a client cancelled before the first response, so that the headers could not be sent.
+
+    Headers are part of a batch only before anything was sent, and that batch fails only when the call is over; a handler's error has a record of its own.
+    """
 
     def filter(self, record: logging.LogRecord) -> bool:
         """False for that record only."""
         error = record.exc_info[1] if record.exc_info else None
-        return not (isinstance(error, ExecuteBatchError) and "SendInitialMetadataOperation" in str(error))
+        harmless = isinstance(error, ExecuteBatchError) and "SendInitialMetadataOperation" in str(error)
+        return not (harmless and record.name == _GRPC_LOGGER)
 
 
 class _ContextFilter(logging.Filter):

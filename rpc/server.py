@@ -67,7 +67,7 @@ class RpcServer:
         if self._reflection:
             names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._server)
-        address = f"{self._host}:{self.port}"
+        address = f"[{self._host}]:{self.port}" if ":" in self._host else f"{self._host}:{self.port}"
         try:
             self.port = self._server.add_insecure_port(address)
         except RuntimeError:

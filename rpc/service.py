@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from types import FrameType
 from typing import Any, Final
 
 import uvloop
@@ -117,18 +118,24 @@ async def _run(serve: Serve, settings: ServiceSettings, name: str) -> ExitCode:
 
 
 def _handle_signals(service: Service) -> None:
+    """The first signal drains; a second one ends the process, also when the loop is blocked, so Python's own handlers are used and not the loop's."""
     loop = asyncio.get_running_loop()
+    received: list[int] = []
 
-    def on_signal(number: signal.Signals) -> None:
-        if service.stopping:
-            _LOG.warning("second signal: %s ends at once", service.name)
-            logging.shutdown()
-            os._exit(128 + number)
-        _LOG.info("%s received %s and drains for at most %g s", service.name, number.name, service.settings.drain_grace_s)
+    def drain(number: int) -> None:
+        name = signal.Signals(number).name
+        _LOG.info("%s received %s and drains for at most %g s", service.name, name, service.settings.drain_grace_s)
         service.stop()
 
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        received.append(number)
+        if len(received) > 1:
+            os.write(sys.stderr.fileno(), f"{service.name}: second signal, ending at once\n".encode())
+            os._exit(128 + number)
+        loop.call_soon_threadsafe(drain, number)
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal, number)
+        signal.signal(number, on_signal)
 
 
 def _configure_failpoints() -> None:

@@ -14,9 +14,9 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, MutableSequence, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableSequence, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from opentelemetry import context as otel_context
 from opentelemetry import trace
@@ -247,7 +247,8 @@ async def flush(timeout_s: float = _EXPORT_TIMEOUT_S) -> bool:
     """Exports what is waiting. False when it was not done within `timeout_s`."""
     if _provider is None:
         return True
-    return await _in_thread(_provider.force_flush, timeout_s, int(timeout_s * 1000))
+    provider = _provider
+    return await _in_thread(lambda: provider.force_flush(int(timeout_s * 1000)), timeout_s)
 
 
 async def shutdown(timeout_s: float = _EXPORT_TIMEOUT_S) -> bool:
@@ -259,14 +260,15 @@ async def shutdown(timeout_s: float = _EXPORT_TIMEOUT_S) -> bool:
     return await _in_thread(provider.shutdown, timeout_s)
 
 
-async def _in_thread(function: Any, timeout_s: float, *arguments: Any) -> bool:
+async def _in_thread(export: Callable[[], bool | None], timeout_s: float) -> bool:
     # A daemon thread of its own: executor threads are joined at exit, without a bound.
     loop = asyncio.get_running_loop()
     done = asyncio.Event()
+    results: list[bool | None] = []
 
     def run() -> None:
         try:
-            function(*arguments)
+            results.append(export())
         finally:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(done.set)
@@ -276,4 +278,4 @@ async def _in_thread(function: Any, timeout_s: float, *arguments: Any) -> bool:
         await asyncio.wait_for(done.wait(), timeout_s)
     except TimeoutError:
         return False
-    return True
+    return results != [] and results[0] is not False

@@ -30,7 +30,8 @@ async def serve() -> None:
 
 async def call(port: str) -> None:
     async with control_channel(f"127.0.0.1:{port}") as channel:
-        stream = channel.unary_stream(PATH)(b"")
+        hold: grpc.aio.UnaryStreamMultiCallable[bytes, bytes] = channel.unary_stream(PATH)
+        stream = hold(b"")
         await stream.read()
         print("holding", flush=True)
         try:

@@ -31,11 +31,15 @@ class Pair:
     server: RpcServer
     channel: grpc.aio.Channel
 
-
     def call(self, name: str, *arguments: Any, **options: Any) -> Any:
         """Starts an RPC by the name of its kind."""
         kind = {"ReadKv": "unary_stream", "WatchLoad": "unary_stream"}.get(name) or "".join("_" + c.lower() if c.isupper() else c for c in name)[1:]
-        return getattr(self.channel, kind)(f"/{SERVICE}/{name}")(*arguments, **options)
+        return method(self.channel, kind, f"/{SERVICE}/{name}")(*arguments, **options)
+
+
+def method(channel: grpc.aio.Channel, kind: str, path: str) -> Any:
+    """A method of raw bytes, such as kind unary_stream."""
+    return getattr(channel, kind)(path)
 
 
 @asynccontextmanager

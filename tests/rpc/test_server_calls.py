@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry
 from rpc import errors
 from telemetry.metrics import RpcMetrics
 from telemetry.receiver import OtlpReceiver, ReceivedSpan
-from tests.rpc.peers import SERVICE, Pair, serving
+from tests.rpc.peers import SERVICE, Pair, method, serving
 
 METHOD = f"{SERVICE}/UnaryUnary"
 
@@ -195,7 +195,7 @@ async def test_unknown_method_is_unimplemented_and_makes_no_label() -> None:
     registry = CollectorRegistry()
     async with serving(metrics=RpcMetrics(registry), UnaryUnary=_answer) as pair:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await pair.channel.unary_unary("/client.invented/Name")(b"", timeout=5)
+            await method(pair.channel, "unary_unary", "/client.invented/Name")(b"", timeout=5)
 
     assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
     assert [sample for family in registry.collect() for sample in family.samples] == []
@@ -226,8 +226,6 @@ async def test_cancels_before_the_first_response_hold_nothing_and_log_no_error(c
 
     async with serving(UnaryStream=write_late) as pair:
         await asyncio.gather(*(cancel_at_once(pair) for _ in range(100)))
-        async with asyncio.timeout(5):
-            while pair.server.num_active_rpcs:
-                await asyncio.sleep(0.01)
+        assert await pair.server.drain(5)
 
     assert [record for record in caplog.records if record.name == "rpc.interceptor" and record.levelno >= logging.ERROR] == []

@@ -8,11 +8,11 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from tandem.v1 import gateway_pb2, gateway_pb2_grpc
 
 from rpc.channels import control_channel
 from rpc.errors import StartupError, StatusError
 from rpc.server import RpcServer
+from tandem.v1 import gateway_pb2, gateway_pb2_grpc
 from tests.rpc.peers import serving
 
 GATEWAY = "tandem.v1.GatewayService"
@@ -41,7 +41,7 @@ class _Gate:
         return wait
 
 
-async def _health(stub: health_pb2_grpc.HealthStub, service: str) -> int:
+async def _health(stub: Any, service: str) -> Any:
     return (await stub.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)).status
 
 
@@ -50,7 +50,7 @@ async def test_liveness_and_readiness_are_apart_and_watch_follows() -> None:
     server.add(gateway_pb2_grpc.add_GatewayServiceServicer_to_server, gateway_pb2_grpc.GatewayServiceServicer(), GATEWAY)
     port = await server.start()
     async with control_channel(f"127.0.0.1:{port}") as channel:
-        stub = health_pb2_grpc.HealthStub(channel)
+        stub: Any = health_pb2_grpc.HealthStub(channel)
         assert await _health(stub, "") == SERVING
         assert await _health(stub, GATEWAY) == NOT_SERVING
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -80,7 +80,8 @@ async def test_reflection_lists_the_services_and_describes_them() -> None:
     server.add(gateway_pb2_grpc.add_GatewayServiceServicer_to_server, gateway_pb2_grpc.GatewayServiceServicer(), GATEWAY)
     port = await server.start()
     async with control_channel(f"127.0.0.1:{port}") as channel:
-        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        make_stub: Any = reflection_pb2_grpc.ServerReflectionStub  # its type knows synchronous channels only
+        stub = make_stub(channel)
         asked = [
             reflection_pb2.ServerReflectionRequest(list_services=""),
             reflection_pb2.ServerReflectionRequest(file_containing_symbol=GATEWAY),

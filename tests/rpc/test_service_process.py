@@ -15,6 +15,7 @@ from os import environ
 from pathlib import Path
 
 from rpc.channels import control_channel
+from tests.rpc.peers import method
 
 TINY = Path(__file__).with_name("tiny_service.py")
 
@@ -53,7 +54,7 @@ async def _tiny(mode: str = "serve", *flags: str, env: Mapping[str, str] | None 
 
 async def test_sigterm_lets_the_running_request_end_and_exits_with_zero() -> None:
     async with _tiny() as tiny, control_channel(f"127.0.0.1:{tiny.port}") as channel:
-        call = channel.unary_unary("/tandem.test.Tiny/Wait")(b"0.5", timeout=10)
+        call = method(channel, "unary_unary", "/tandem.test.Tiny/Wait")(b"0.5", timeout=10)
         assert tiny.process.stdout is not None
         assert await asyncio.wait_for(tiny.process.stdout.readline(), 10) == b"waiting\n"
         tiny.process.send_signal(signal.SIGTERM)
@@ -67,7 +68,7 @@ async def test_sigterm_lets_the_running_request_end_and_exits_with_zero() -> Non
 
 async def test_second_signal_ends_at_once() -> None:
     async with _tiny() as tiny, control_channel(f"127.0.0.1:{tiny.port}") as channel:
-        call = channel.unary_unary("/tandem.test.Tiny/Wait")(b"30", timeout=40)
+        call = method(channel, "unary_unary", "/tandem.test.Tiny/Wait")(b"30", timeout=40)
         assert tiny.process.stdout is not None and tiny.process.stderr is not None
         assert await asyncio.wait_for(tiny.process.stdout.readline(), 10) == b"waiting\n"
         tiny.process.send_signal(signal.SIGINT)
@@ -79,6 +80,18 @@ async def test_second_signal_ends_at_once() -> None:
         call.cancel()
 
     assert code == 128 + signal.SIGINT and time.monotonic() - started_s < 2
+
+
+async def test_second_signal_ends_a_process_whose_loop_is_blocked() -> None:
+    async with _tiny("block") as tiny:
+        assert tiny.process.stdout is not None
+        assert await asyncio.wait_for(tiny.process.stdout.readline(), 10) == b"blocked\n"
+        # Two different ones: equal signals that are pending at once are one.
+        tiny.process.send_signal(signal.SIGTERM)
+        tiny.process.send_signal(signal.SIGINT)
+        code, _ = await tiny.wait()
+
+    assert code in (128 + signal.SIGTERM, 128 + signal.SIGINT)
 
 
 async def test_uncaught_error_and_dead_engine_exit_with_one_and_a_traceback() -> None:
@@ -127,7 +140,7 @@ async def test_metrics_are_served_on_loopback_and_json_logs_are_json() -> None:
 
 async def test_unreachable_collector_does_not_hold_the_exit() -> None:
     async with _tiny(env={"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:1"}) as tiny, control_channel(f"127.0.0.1:{tiny.port}") as channel:
-        await channel.unary_unary("/tandem.test.Tiny/Wait")(b"0", timeout=10)
+        await method(channel, "unary_unary", "/tandem.test.Tiny/Wait")(b"0", timeout=10)
         started_s = time.monotonic()
         tiny.process.send_signal(signal.SIGTERM)
         code, errors = await tiny.wait()

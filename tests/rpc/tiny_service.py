@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+import time
 from typing import Any
 
 import grpc
@@ -12,6 +13,14 @@ import grpc
 from rpc.server import RpcServer
 from rpc.service import Service, run_service
 from rpc.settings import ServiceSettings, load_settings
+
+
+def _block() -> None:
+    """Keeps the event loop from running, as a model that is loaded on it would."""
+    print("blocked", flush=True)
+    deadline_s = time.monotonic() + 30
+    while time.monotonic() < deadline_s:
+        time.sleep(0.05)
 
 
 async def serve(service: Service) -> None:
@@ -32,6 +41,8 @@ async def serve(service: Service) -> None:
         raise RuntimeError("broken on purpose")
     if mode == "fail":
         service.fail(RuntimeError("the engine is dead"))
+    if mode == "block":
+        _block()
     logging.getLogger("tiny").info("serving")
     await service.wait_for_stop()
     await server.drain(service.settings.drain_grace_s)

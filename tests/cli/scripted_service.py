@@ -43,11 +43,19 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
             raise exhausted("QUEUE_FULL", "the queue holds 64 requests", 1.5)
         if self._decode:
             await _call("tandem.v1.DecodeService/Generate", self._decode, decode_pb2.DecodeServiceGenerateRequest(request_id=request.request_id))
+        try:
+            await self._answer(request, context)
+        except BaseException:
+            self.cancelled.set()
+            raise
+        context.set_trailing_metadata((("tandem-path", "handover"), ("tandem-kv-bytes", "1474560"), ("tandem-kv-transport", "inline")))
+
+    async def _answer(self, request: gateway_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         with span("route", attributes={REQUEST_ID: request.request_id}):
             for position, word in enumerate(WORDS):
                 await context.write(gateway_pb2.GenerateResponse(request_id=request.request_id, text=word, token_ids=[position + 5], position=position))
                 if self.script == "slow" and position == 2:
-                    await self._wait_for_cancel()
+                    await asyncio.Event().wait()
         await context.write(
             gateway_pb2.GenerateResponse(
                 request_id=request.request_id,
@@ -55,13 +63,6 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
                 usage=generation_pb2.Usage(prompt_tokens=30, completion_tokens=len(WORDS), total_tokens=30 + len(WORDS), cached_tokens=16),
             )
         )
-        context.set_trailing_metadata((("tandem-path", "handover"), ("tandem-kv-bytes", "1474560"), ("tandem-kv-transport", "inline")))
-
-    async def _wait_for_cancel(self) -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            self.cancelled.set()
 
     async def GetStatus(self, request: gateway_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]) -> gateway_pb2.GetStatusResponse:
         load = load_pb2.LoadReport(ready=True, num_blocks=100, num_free_blocks=93, model="smollm2", num_requests_running=2)

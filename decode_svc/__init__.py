@@ -1,0 +1,1 @@
+"""The decode worker: reserves blocks, has prompts computed, and generates tokens."""

@@ -1,0 +1,89 @@
+"""A Generate request, checked."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Self
+
+from engine.facts import ModelFacts
+from engine.proto import sampling_params_from_proto, token_ids_from_proto
+from engine.sampling_params import Finish, SampledToken, SamplingParams, finish_of
+from engine.sequence import SequenceKind, SequenceSpec
+from rpc.errors import invalid_argument
+from tandem.v1 import decode_pb2, generation_pb2, prefill_pb2
+from worker.statuses import engine_errors
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One sequence to generate: what was asked for, and what has been sent already."""
+
+    request_id: str
+    tenant_salt: bytes
+    prompt_token_ids: tuple[int, ...]
+    output_token_ids: tuple[int, ...]
+    """Tokens already sent: computed like the prompt, never sampled again."""
+    sampling: SamplingParams
+    sampling_message: generation_pb2.SamplingParams
+    """The same as it came, for prefill."""
+    priority: int
+
+    @classmethod
+    def of(cls, request: decode_pb2.DecodeServiceGenerateRequest, model: ModelFacts) -> Self:
+        """Raises StatusError INVALID_ARGUMENT that names the field."""
+        with engine_errors():
+            sampling = sampling_params_from_proto(request.sampling_params, vocab_size=model.vocab_size)
+            prompt = token_ids_from_proto(request.prompt_token_ids, vocab_size=model.vocab_size, field="prompt_token_ids")
+            output = token_ids_from_proto(request.output_token_ids, vocab_size=model.vocab_size, field="output_token_ids")
+        if not prompt:
+            raise invalid_argument("prompt_token_ids", "must not be empty")
+        if output and len(output) >= sampling.max_tokens:
+            raise invalid_argument("output_token_ids", f"holds {len(output)} tokens, max_tokens is {sampling.max_tokens}")
+        num_tokens = len(prompt) + len(output)
+        if num_tokens + (sampling.max_tokens > 0) > model.max_model_len:
+            raise invalid_argument("prompt_token_ids", f"{num_tokens} tokens and one more are over max_model_len ({model.max_model_len})")
+        return cls(request.request_id, request.tenant_salt, prompt, output, sampling, request.sampling_params, request.priority)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to compute before the next one is sampled."""
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    @property
+    def num_left(self) -> int:
+        """Most tokens still to be generated."""
+        return self.sampling.max_tokens - len(self.output_token_ids)
+
+    def resumed(self, sent: Iterable[int]) -> Self:
+        """The same job after `sent` more tokens have gone out."""
+        return replace(self, output_token_ids=(*self.output_token_ids, *sent))
+
+    def spec(self, kind: SequenceKind) -> SequenceSpec:
+        """What the engine is asked for, under a new sequence id."""
+        return SequenceSpec(
+            seq_id=f"{self.request_id[:64]}#{secrets.token_hex(4)}",
+            prompt_token_ids=self.prompt_token_ids,
+            sampling=self.sampling,
+            kind=kind,
+            output_token_ids=self.output_token_ids,
+            tenant_salt=self.tenant_salt,
+            priority=self.priority,
+        )
+
+    def start(self) -> prefill_pb2.PrefillStart:
+        """What prefill is asked for; layout, cached blocks and transports are the caller's to add."""
+        return prefill_pb2.PrefillStart(
+            request_id=self.request_id,
+            tenant_salt=self.tenant_salt,
+            prompt_token_ids=self.prompt_token_ids,
+            output_token_ids=self.output_token_ids,
+            sampling_params=self.sampling_message,
+            priority=self.priority,
+        )
+
+    def finish_of_first(self, first: SampledToken, model: ModelFacts) -> Finish | None:
+        """Whether the first token ends the sequence."""
+        num_output = len(self.output_token_ids) + 1
+        return finish_of(self.sampling, model.eos_token_ids, first.token_id, num_output, self.num_tokens + 1, model.max_model_len)

@@ -1,0 +1,74 @@
+"""Decode's side of one Prefill RPC."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+
+from decode_svc.peers import PrefillPeer
+from kvtransfer.errors import HandoverProtocolError
+from kvtransfer.handover import Handover
+from rpc.client import outgoing
+from tandem.v1 import prefill_pb2
+from telemetry.spans import PREFILL_INSTANCE
+
+_METHOD = "tandem.v1.PrefillService/Prefill"
+
+
+class PrefillCall:
+    """The conversation: start, announcements, PrefillDone, Copied, Confirmed, OK. Raises AioRpcError and HandoverError."""
+
+    def __init__(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
+        self._call = call
+
+    async def start(self, start: prefill_pb2.PrefillStart) -> None:
+        """Asks for a prompt."""
+        await self._write(prefill_pb2.PrefillRequest(start=start))
+
+    async def done(self, handover: Handover | None) -> prefill_pb2.PrefillDone:
+        """Passes announcements on to the hand-over until the prompt is computed; a read that fails ends the waiting."""
+        while True:
+            response: Any = await (handover.guard(self._call.read()) if handover else self._call.read())
+            step = "" if response is grpc.aio.EOF else response.WhichOneof("step")
+            if step == "done":
+                done: prefill_pb2.PrefillDone = response.done
+                return done
+            if step != "kv_ready" or handover is None:
+                raise HandoverProtocolError(f"prefill sent {step or 'its end'} before PrefillDone")
+            handover.announce(response.kv_ready)
+
+    async def confirm(self, hold_id: str, num_blocks: int) -> None:
+        """Returns only when prefill has confirmed that the blocks were held all the while, and the RPC has ended OK."""
+        await self._write(prefill_pb2.PrefillRequest(copied=prefill_pb2.Copied(hold_id=hold_id, num_blocks=num_blocks)))
+        response: Any = await self._call.read()
+        if response is grpc.aio.EOF or response.WhichOneof("step") != "confirmed" or response.confirmed.hold_id != hold_id:
+            raise HandoverProtocolError("prefill did not confirm the hold")
+        await self.end()
+
+    async def end(self) -> None:
+        """Waits for the RPC's own end: anything but OK is an error."""
+        if await self._call.read() is not grpc.aio.EOF:
+            raise HandoverProtocolError("prefill went on after its last message")
+
+    async def _write(self, request: prefill_pb2.PrefillRequest) -> None:
+        try:
+            await self._call.write(request)
+        except asyncio.InvalidStateError:
+            # The RPC has ended already, and its status says why.
+            await self.end()
+            raise HandoverProtocolError("prefill ended the call too early") from None
+
+
+@contextmanager
+def prefill_call(peer: PrefillPeer, timeout_s: float) -> Iterator[PrefillCall]:
+    """Opens the RPC under its CLIENT span; leaving the block cancels it if it has not ended, and with it prefill's hold."""
+    with outgoing(_METHOD, attributes={PREFILL_INSTANCE: peer.name}) as (metadata, _):
+        call: Any = peer.stub.Prefill(timeout=timeout_s, metadata=metadata)
+        try:
+            yield PrefillCall(call)
+        finally:
+            call.cancel()

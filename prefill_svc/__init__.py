@@ -1,0 +1,1 @@
+"""The prefill worker: computes prompts' KV caches, holds them while decode copies, samples first tokens."""

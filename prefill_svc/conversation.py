@@ -1,0 +1,165 @@
+"""One Prefill RPC: compute, announce, first token, and the hold until decode has confirmed its copy (design rules 1 and 2)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import grpc
+
+from engine.async_engine import SequenceStream
+from engine.events import ChunkComputed, Event, Failed, Finished, Preempted, Scheduled, Tokens
+from engine.proto import token_to_proto
+from engine.sampling_params import SampledToken
+from kvtransfer.hold import Hold, host_of
+from prefill_svc.pool import PrefillPool
+from prefill_svc.prompt import Prompt
+from rpc.errors import StatusError, aborted, invalid_argument
+from rpc.failpoints import failpoint
+from tandem.v1 import kv_pb2, prefill_pb2
+from telemetry import spans
+from telemetry.tracing import current_context, record_span
+from worker.progress import PromptProgress
+from worker.statuses import engine_errors, status_of
+
+Context = grpc.aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]
+
+
+class Conversation:
+    """The state of one Prefill RPC. `run` is its whole life."""
+
+    def __init__(self, pool: PrefillPool, prompt: Prompt, context: Context) -> None:
+        self._pool = pool
+        self._prompt = prompt
+        self._context = context
+        self._trace = current_context()
+        self._hold: Hold | None = None
+        self._next_request: asyncio.Future[Any] | None = None
+        self._token: SampledToken | None = None
+        self._complete = False
+        self._progress = PromptProgress()
+
+    async def run(self) -> None:
+        """Raises StatusError; whatever ends it, sequence and hold are given back."""
+        engine, spec = self._pool.engine, self._prompt.spec
+        try:
+            await failpoint(spans.PREFILL_QUEUE)
+            stream = engine.submit(spec)
+            if self._prompt.source is not None:
+                num_to_read = self._prompt.num_blocks - self._prompt.num_cached_blocks
+                self._hold = self._pool.holds.open(spec.seq_id, host_of(self._context.peer()), self._prompt.num_cached_blocks, num_to_read)
+            # Read on while computing: decode's end of input is its going away.
+            self._next_request = asyncio.ensure_future(self._context.read())
+            with engine_errors():
+                await self._compute(stream)
+                await self._write(done=await self._done())
+                if self._hold is not None:
+                    await self._confirm(self._hold)
+        finally:
+            if self._next_request is not None:
+                self._next_request.cancel()
+            if self._hold is not None:
+                self._pool.holds.close(self._hold)
+            engine.release(spec.seq_id)
+
+    async def _compute(self, stream: SequenceStream) -> None:
+        while not self._complete:
+            for event in await self._events(stream):
+                await self._take(event)
+
+    async def _events(self, stream: SequenceStream) -> list[Event]:
+        """The next events, or the end of the RPC when decode goes away first."""
+        assert self._next_request is not None
+        getting = asyncio.ensure_future(stream.get())
+        try:
+            await asyncio.wait({getting, self._next_request}, return_when=asyncio.FIRST_COMPLETED)
+            if not self._next_request.done():
+                return await getting
+        finally:
+            getting.cancel()
+        if self._next_request.result() is grpc.aio.EOF:
+            raise _gone()
+        raise invalid_argument("step", "nothing may follow start before PrefillDone")
+
+    async def _take(self, event: Event) -> None:
+        self._progress.take(event)
+        match event:
+            case ChunkComputed():
+                await self._announce(event.num_filled_blocks)
+            case Tokens():
+                self._token = event.tokens[0]
+                self._complete = True
+            case Finished():
+                self._complete = True
+            case Failed():
+                raise status_of(event.error)
+            case Scheduled() | Preempted():
+                pass
+
+    async def _announce(self, num_filled_blocks: int) -> None:
+        if self._hold is None or self._prompt.source is None:
+            return
+        first, num_new = self._hold.announce(num_filled_blocks)
+        if num_new:
+            source = self._prompt.source.describe()
+            await self._write(kv_ready=kv_pb2.KvReady(hold_id=self._hold.hold_id, first_block=first, num_blocks=num_new, source=source))
+
+    async def _done(self) -> prefill_pb2.PrefillDone:
+        await failpoint(spans.PREFILL)
+        progress = self._progress
+        progress.end()
+        self._pool.metrics.request_prefill_time_seconds.observe(progress.prefill_s)
+        done = prefill_pb2.PrefillDone(
+            cached_tokens=progress.cached_tokens,
+            computed_tokens=progress.computed_tokens,
+            num_blocks=self._hold.num_announced_blocks if self._hold else 0,
+            queue_s=progress.queue_s,
+            prefill_s=progress.prefill_s,
+            hold_id=self._hold.hold_id if self._hold else "",
+        )
+        if self._token is not None:
+            done.token_id = self._token.token_id
+            if self._token.logprob is not None:
+                done.logprob.CopyFrom(token_to_proto(self._token))
+        return done
+
+    async def _confirm(self, hold: Hold) -> None:
+        """Holds until decode says that its readers have finished, and answers whether the blocks were held all the while."""
+        started_ns = time.monotonic_ns()
+        error: str | None = "cancelled"
+        try:
+            await failpoint(spans.KV_HOLD)
+            assert self._next_request is not None
+            request = await self._next_request
+            if request is grpc.aio.EOF:
+                raise _gone()
+            _check_copied(request, hold)
+            if not await self._pool.engine.confirm(self._prompt.spec.seq_id, self._prompt.num_blocks):
+                raise aborted("HOLD_BROKEN", "the blocks were not held without a break")
+            await self._write(confirmed=prefill_pb2.Confirmed(hold_id=hold.hold_id))
+            error = None
+        except StatusError as status:
+            error = status.code.name
+            raise
+        finally:
+            attributes = {spans.NUM_BLOCKS: hold.num_announced_blocks}
+            record_span(spans.KV_HOLD, started_ns, time.monotonic_ns(), parent=self._trace, attributes=attributes, error=error)
+
+    async def _write(self, **step: Any) -> None:
+        await self._context.write(prefill_pb2.PrefillResponse(**step))
+
+
+def _gone() -> StatusError:
+    # An end of input is never taken for consent: a cancelled stream can look like one.
+    return StatusError(grpc.StatusCode.CANCELLED, "decode ended the stream without Copied")
+
+
+def _check_copied(request: prefill_pb2.PrefillRequest, hold: Hold) -> None:
+    if request.WhichOneof("step") != "copied":
+        raise invalid_argument("step", "only copied may follow start")
+    copied = request.copied
+    if copied.hold_id != hold.hold_id or copied.num_blocks != hold.num_announced_blocks:
+        raise aborted("COPIED_MISMATCH", f"{copied.num_blocks} blocks were copied, {hold.num_announced_blocks} of this hold were announced")
+    if hold.num_unread_blocks:
+        raise aborted("COPIED_UNREAD", f"{hold.num_unread_blocks} announced blocks were never read")

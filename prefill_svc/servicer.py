@@ -1,0 +1,94 @@
+"""PrefillService."""
+
+from __future__ import annotations
+
+from contextlib import aclosing
+from typing import Any
+
+import grpc
+
+from kvtransfer.errors import HandoverProtocolError, HoldUnknownError, SourceGoneError, StalledError
+from kvtransfer.hold import host_of
+from prefill_svc.conversation import Conversation
+from prefill_svc.pool import PrefillPool
+from prefill_svc.prompt import check_prompt
+from rpc.errors import aborted, failed_precondition, invalid_argument
+from rpc.server import RpcServer
+from tandem.v1 import prefill_pb2, prefill_pb2_grpc
+from worker.load import LoadWatch, memory_report
+from worker.statuses import engine_errors
+
+SERVICE = "tandem.v1.PrefillService"
+AnyContext = grpc.aio.ServicerContext[Any, Any]
+
+
+class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
+    """Serves one pool. Every Prefill RPC is the hold on its blocks."""
+
+    def __init__(self, pool: PrefillPool, load: LoadWatch) -> None:
+        self._pool = pool
+        self._load = load
+        self._num_active_rpcs = 0
+
+    async def Prefill(self, request_iterator: object, context: AnyContext) -> None:
+        """See prefill.proto."""
+        self._num_active_rpcs += 1
+        try:
+            request = await context.read()
+            if request is grpc.aio.EOF or request.WhichOneof("step") != "start":
+                raise invalid_argument("step", "the first message must be start")
+            await Conversation(self._pool, check_prompt(request.start, self._pool), context).run()
+        finally:
+            self._num_active_rpcs -= 1
+
+    async def ReadKv(self, request: prefill_pb2.ReadKvRequest, context: AnyContext) -> None:
+        """See prefill.proto. Its responses are messages already made: bytes."""
+        try:
+            await self._pool.inline.send(request, host_of(context.peer()), context.write)
+        except HoldUnknownError as error:
+            raise failed_precondition(str(error), {}, reason="HOLD_UNKNOWN") from error
+        except HandoverProtocolError as error:
+            raise invalid_argument("first_block", str(error)) from error
+        except SourceGoneError as error:
+            raise aborted("HOLD_CLOSED", str(error)) from error
+        except StalledError as error:
+            raise aborted("STALLED", str(error)) from error
+
+    async def WatchLoad(self, request: prefill_pb2.PrefillServiceWatchLoadRequest, context: AnyContext) -> None:
+        """See prefill.proto."""
+        async with aclosing(self._load.reports()) as reports:
+            async for report in reports:
+                await context.write(prefill_pb2.PrefillServiceWatchLoadResponse(load=report))
+
+    async def GetMemoryReport(
+        self, request: prefill_pb2.PrefillServiceGetMemoryReportRequest, context: AnyContext
+    ) -> prefill_pb2.PrefillServiceGetMemoryReportResponse:
+        """See prefill.proto."""
+        with engine_errors():
+            report = await self._pool.engine.report()
+        memory = memory_report(report, num_holds=len(self._pool.holds), num_active_rpcs=self._num_active_rpcs)
+        return prefill_pb2.PrefillServiceGetMemoryReportResponse(memory=memory)
+
+    def add_to(self, server: RpcServer) -> None:
+        """Registers all RPCs."""
+        server.add(_add_with_raw_read_kv, self, SERVICE)
+
+
+def _add_with_raw_read_kv(servicer: PrefillServicer, server: grpc.aio.Server) -> None:
+    prefill_pb2_grpc.add_PrefillServiceServicer_to_server(servicer, _RawReadKv(server))
+
+
+class _RawReadKv:
+    """Stands in for a server while the generated code registers its handlers, and takes the serializer from ReadKv's."""
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self._server = server
+
+    def add_generic_rpc_handlers(self, handlers: object) -> None:
+        """The same handlers as those of the next call."""
+
+    def add_registered_method_handlers(self, service: str, handlers: dict[str, grpc.RpcMethodHandler[Any, Any]]) -> None:
+        """Registers them under the generic name: a registered ReadKv would be found first."""
+        typed: Any = handlers["ReadKv"]
+        raw: grpc.RpcMethodHandler[Any, Any] = grpc.unary_stream_rpc_method_handler(typed.unary_stream, typed.request_deserializer, None)
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service, {**handlers, "ReadKv": raw}),))

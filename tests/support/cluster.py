@@ -1,0 +1,209 @@
+"""Prefill and decode services over fake engines, with real gRPC servers on 127.0.0.1."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from prometheus_client import CollectorRegistry
+
+from decode_svc.peers import PrefillPeers, ReadSettings
+from decode_svc.pool import DecodePool, FailurePolicy, PrefillPace
+from decode_svc.servicer import DecodeServicer
+from engine.async_engine import AsyncEngine
+from engine.proto import sampling_params_to_proto
+from engine.sampling_params import SamplingParams
+from engine.sequence import SequenceKind, SequenceSpec
+from kvtransfer.inline import InlineLimits
+from kvtransfer.quarantine import Quarantine
+from prefill_svc.pool import PrefillPool, open_pool
+from prefill_svc.servicer import PrefillServicer
+from rpc.channels import control_channel
+from rpc.server import RpcServer
+from tandem.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
+from telemetry.metrics import WorkerMetrics
+from tests.support.engines import fake_parts, run_alone, running_fake_engine
+from tests.support.fake_device import FakeDevice
+from tests.support.held import assert_nothing_held
+from worker.load import LoadWatch
+
+
+def metrics(role: str) -> WorkerMetrics:
+    """Metrics in a registry of their own."""
+    return WorkerMetrics("fake", role, CollectorRegistry())
+
+
+@dataclass
+class PrefillNode:
+    """A prefill worker."""
+
+    name: str
+    engine: AsyncEngine
+    device: FakeDevice
+    pool: PrefillPool
+    load: LoadWatch
+    server: RpcServer
+    stub: Any
+    channel: grpc.aio.Channel
+
+    async def kill(self) -> None:
+        """Its connections break at once, as when the process dies."""
+        await self.server._server.stop(None)
+
+
+@dataclass
+class DecodeNode:
+    """A decode worker."""
+
+    engine: AsyncEngine
+    device: FakeDevice
+    pool: DecodePool
+    load: LoadWatch
+    server: RpcServer
+    stub: Any
+
+
+@dataclass
+class Cluster:
+    """One decode worker and its prefill workers."""
+
+    prefills: list[PrefillNode]
+    decode: DecodeNode
+
+    def request(self, prompt: Sequence[int], *, prefill: str = "p0", output: Sequence[int] = (), **params: Any) -> decode_pb2.DecodeServiceGenerateRequest:
+        """A request; `params` as of SamplingParams, greedy by default."""
+        sampling = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, "ignore_eos": True} | params)
+        return decode_pb2.DecodeServiceGenerateRequest(
+            request_id="r",
+            prompt_token_ids=prompt,
+            output_token_ids=output,
+            sampling_params=sampling_params_to_proto(sampling),
+            prefill_instance=prefill,
+        )
+
+    async def generate(self, request: decode_pb2.DecodeServiceGenerateRequest, timeout_s: float = 20.0) -> Answer:
+        """Runs a request to its end."""
+        answer = Answer()
+        async for response in self.decode.stub.Generate(request, timeout=timeout_s):
+            answer.take(response)
+        return answer
+
+    async def assert_nothing_held(self) -> None:
+        """In none of the engines whose thread lives, and no reader is in quarantine."""
+        engines = [self.decode.engine, *(node.engine for node in self.prefills)]
+        await assert_nothing_held(*(engine for engine in engines if engine.death is None))
+        assert not self.decode.pool.quarantine.reader_ids
+        assert not any(len(node.pool.holds) for node in self.prefills)
+
+
+@dataclass
+class Answer:
+    """What a Generate RPC sent, with positions checked."""
+
+    token_ids: list[int] = field(default_factory=list)
+    messages: list[decode_pb2.DecodeServiceGenerateResponse] = field(default_factory=list)
+    first_position: int | None = None
+
+    def take(self, response: decode_pb2.DecodeServiceGenerateResponse) -> None:
+        """Adds a message."""
+        self.messages.append(response)
+        if response.token_ids:
+            if self.first_position is None:
+                self.first_position = response.position
+            assert response.position == self.first_position + len(self.token_ids), "positions have a gap"
+            self.token_ids.extend(response.token_ids)
+
+    @property
+    def finish_reason(self) -> int:
+        """Of the last message, which alone has one."""
+        assert [message.HasField("finish") for message in self.messages] == [False] * (len(self.messages) - 1) + [True]
+        return self.messages[-1].finish.finish_reason
+
+    @property
+    def prompts(self) -> list[decode_pb2.PromptReport]:
+        """How the prompt was computed, each time that it was."""
+        return [message.prompt for message in self.messages if message.HasField("prompt")]
+
+    @property
+    def handover(self) -> decode_pb2.HandoverReport:
+        """The one report of a hand-over."""
+        (report,) = [message.handover for message in self.messages if message.HasField("handover")]
+        return report
+
+    @property
+    def reservation(self) -> decode_pb2.Reservation:
+        """The one reservation, which is on the first message."""
+        assert [message.HasField("reservation") for message in self.messages] == [True] + [False] * (len(self.messages) - 1)
+        return self.messages[0].reservation
+
+
+def alone(prompt: Sequence[int], *, output: Sequence[int] = (), **params: Any) -> list[int]:
+    """The oracle: what one engine that does everything generates."""
+    sampling = SamplingParams(**{"max_tokens": 8, "temperature": 0.0, "ignore_eos": True} | params)
+    return run_alone(fake_parts(), SequenceSpec("alone", tuple(prompt), sampling, SequenceKind.LOCAL, tuple(output)))
+
+
+async def until(condition: Callable[[], bool], within_s: float = 5.0) -> None:
+    """Waits until a condition holds that nothing announces."""
+    async with asyncio.timeout(within_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.002)
+
+
+@asynccontextmanager
+async def open_prefill(name: str, **options: Any) -> AsyncIterator[PrefillNode]:
+    """A running prefill worker."""
+    async with running_fake_engine(**options) as (engine, device):
+        pool = open_pool(engine, metrics("prefill"))
+        load = LoadWatch(engine, "fake")
+        server = RpcServer(name)
+        PrefillServicer(pool, load).add_to(server)
+        port = await server.start()
+        server.set_ready(True)
+        load.set_ready(True)
+        channel = control_channel(f"127.0.0.1:{port}")
+        try:
+            yield PrefillNode(name, engine, device, pool, load, server, prefill_pb2_grpc.PrefillServiceStub(channel), channel)
+        finally:
+            await channel.close()
+            if device.gate is not None:
+                device.gate.set()
+            await server.drain(0.1)
+            pool.close()
+
+
+@asynccontextmanager
+async def open_cluster(
+    *,
+    num_prefills: int = 1,
+    transports: Sequence[str] = ("inline",),
+    checksum: bool = True,
+    policy: FailurePolicy | None = None,
+    prefill_options: dict[str, Any] | None = None,
+    decode_options: dict[str, Any] | None = None,
+) -> AsyncIterator[Cluster]:
+    """A running cluster; options of the engines as of `fake_parts`."""
+    async with AsyncExitStack() as stack:
+        prefills = [await stack.enter_async_context(open_prefill(f"p{index}", **(prefill_options or {}))) for index in range(num_prefills)]
+        engine, device = await stack.enter_async_context(running_fake_engine(**(decode_options or {})))
+        executor = stack.enter_context(ThreadPoolExecutor(1))
+        targets = {node.name: f"127.0.0.1:{node.server.port}" for node in prefills}
+        settings = ReadSettings(transports=transports, inline=InlineLimits(checksum=checksum))
+        peers = PrefillPeers(targets, engine.kv_cache.blocks, executor, settings)
+        stack.push_async_callback(peers.close)
+        pool = DecodePool(engine, peers, Quarantine(), policy or FailurePolicy(), metrics("decode"), PrefillPace())
+        load = LoadWatch(engine, "fake")
+        server = RpcServer("decode")
+        DecodeServicer(pool, load).add_to(server)
+        port = await server.start()
+        server.set_ready(True)
+        load.set_ready(True)
+        stack.push_async_callback(server.drain, 0.1)
+        channel = await stack.enter_async_context(control_channel(f"127.0.0.1:{port}"))
+        stub = decode_pb2_grpc.DecodeServiceStub(channel)
+        yield Cluster(prefills, DecodeNode(engine, device, pool, load, server, stub))

@@ -1,0 +1,78 @@
+"""Settings that prefill and decode workers share; names as vLLM's where the meaning is the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from engine.config import AttentionBackendName, ConfigError, Dtype, EngineConfig
+from rpc.errors import StartupError
+from rpc.settings import ServiceSettings, flag_of
+
+Positive = Annotated[int, Field(ge=1)]
+
+
+class WorkerSettings(ServiceSettings):
+    """A worker's engine."""
+
+    model: Path
+    """Directory of the model: config.json and safetensors files."""
+    served_model_name: str = ""
+    """Name of the model in metrics and load reports; default: the directory's name."""
+    dtype: Dtype = "auto"
+    """Type of weights and KV cache; auto takes the checkpoint's own."""
+    block_size: Positive = 16
+    """Tokens in a KV block."""
+    num_blocks: Positive | None = None
+    """Blocks in the KV pool; default: as many as --kv-cache-memory-bytes holds."""
+    kv_cache_memory_bytes: Positive | None = None
+    """Bytes of the KV pool; default: 1 GiB, or what --max-model-len needs if that is more."""
+    max_model_len: Positive | None = None
+    """Longest prompt plus output in tokens; default: the model's own limit, cut to what the pool holds."""
+    max_num_seqs: Positive = 32
+    """Most sequences in one step."""
+    max_num_batched_tokens: Positive = 2048
+    """Most tokens in one step."""
+    max_prefill_tokens_per_step: Positive = 512
+    """Of which prompt tokens."""
+    reserve_output_tokens: Positive = 256
+    """Output tokens that a reservation counts for."""
+    enable_prefix_caching: bool = True
+    """Reuse the KV of equal prefixes."""
+    attention_backend: AttentionBackendName = "auto"
+    """native is compiled at first use, torch is the reference, auto takes the best that works and says which."""
+    num_threads: Positive | None = None
+    """CPU threads of one step; default: torch's choice."""
+    max_stall_s: Annotated[float, Field(gt=0)] = 60.0
+    """Seconds without progress after which a busy worker ends itself."""
+    kv_checksum: bool = False
+    """Decode: ask for a digest with every KV chunk and refuse chunks without one."""
+    max_reader_stop_s: Annotated[float, Field(gt=0)] = 5.0
+    """Seconds after which a reader of KV memory that was told to stop and has not is an alarm."""
+
+    def engine_config(self) -> EngineConfig:
+        """Raises StartupError that names the flag."""
+        try:
+            return EngineConfig(**{name: getattr(self, name) for name in _ENGINE_FIELDS})
+        except ConfigError as error:
+            raise StartupError(f"{flag_of(error.field)}: {str(error).removeprefix(f'{error.field}: ')}") from None
+
+
+_ENGINE_FIELDS = (
+    "model",
+    "dtype",
+    "block_size",
+    "num_blocks",
+    "kv_cache_memory_bytes",
+    "max_model_len",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "max_prefill_tokens_per_step",
+    "reserve_output_tokens",
+    "enable_prefix_caching",
+    "attention_backend",
+    "num_threads",
+    "max_stall_s",
+)

@@ -28,6 +28,8 @@ class ServedModel:
     """Rows of the model's embedding; token ids are below it."""
     eos_token_ids: frozenset[int]
     tokenizer: TextTokenizer
+    longest_token_chars: int = 1024
+    """No token stands for more characters than this; longer prompts are refused before they are tokenized."""
 
     @classmethod
     def load(cls, directory: Path, *, name: str = "", max_model_len: int | None = None, num_threads: int = 2) -> ServedModel:
@@ -50,6 +52,7 @@ class ServedModel:
             vocab_size=int(config.get("vocab_size", backend.get_vocab_size(with_added_tokens=True))),
             eos_token_ids=frozenset([eos_of] if isinstance(eos_of, int) else eos_of or ()),
             tokenizer=tokenizer,
+            longest_token_chars=max(map(len, backend.get_vocab(with_added_tokens=True)), default=1),
         )
 
 

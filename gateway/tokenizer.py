@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenizers import AddedToken, Tokenizer
 
@@ -14,6 +14,7 @@ from gateway.chat_template import ChatTemplate, ChatTemplateError
 
 LONG_TEXT_CHARS = 2_000
 """Texts up to this length are encoded on the event loop: that takes about a millisecond, less than a change of threads under load may."""
+T = TypeVar("T")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -38,21 +39,22 @@ class TextTokenizer:
 
     async def encode_text_async(self, text: str) -> list[int]:
         """`encode_text` that leaves the event loop free."""
-        return await self._off_the_loop(len(text), lambda: self.encode_text(text))
+        return await self.off_the_loop(len(text), lambda: self.encode_text(text))
 
     async def encode_chat_async(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """`encode_chat` that leaves the event loop free."""
         num_chars = sum(len(message["content"]) for message in messages)
-        return await self._off_the_loop(num_chars, lambda: self.encode_chat(messages))
+        return await self.off_the_loop(num_chars, lambda: self.encode_chat(messages))
 
     def close(self) -> None:
         """Lets no new work in; threads end with what they are doing."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _off_the_loop(self, num_chars: int, encode: Callable[[], list[int]]) -> list[int]:
+    async def off_the_loop(self, num_chars: int, work: Callable[[], T]) -> T:
+        """Runs `work` here when it is short, in a thread when it is as long as a long text."""
         if num_chars <= LONG_TEXT_CHARS:
-            return encode()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, encode)
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
 
 def special_tokens_of(config: Mapping[str, Any]) -> dict[str, str]:

@@ -1,0 +1,76 @@
+"""The gateway put together from its parts."""
+
+from __future__ import annotations
+
+import time
+
+from prometheus_client import REGISTRY, CollectorRegistry
+
+from gateway.admission import Admission
+from gateway.course import Parts
+from gateway.generation import Generations
+from gateway.instances import Instance, Role
+from gateway.ledger import Ledger
+from gateway.limits import AdmissionLimits, RequestLimits
+from gateway.pools import Peer, Pools
+from gateway.router import Router
+from gateway.served_model import ServedModel
+from gateway.servicer import SERVICE_NAME, GatewayServicer
+from rpc.server import RpcServer
+from tandem.v1 import gateway_pb2_grpc
+from telemetry.metrics import GatewayMetrics
+
+
+class Gateway:
+    """Pools, admission and the gRPC door of one model. Construct it on the event loop; it serves from `start` to `stop`."""
+
+    def __init__(
+        self,
+        model: ServedModel,
+        peers: list[Peer],
+        server: RpcServer,
+        *,
+        request_limits: RequestLimits,
+        admission_limits: AdmissionLimits,
+        max_request_time_s: float,
+        registry: CollectorRegistry = REGISTRY,
+    ) -> None:
+        self.server = server
+        self.ledger = Ledger()
+        self.pools = Pools(peers, model, self._instance_changed)
+        router = Router(
+            self.pools.instances,
+            self.ledger,
+            max_prefill_backlog_tokens=admission_limits.max_prefill_backlog_tokens,
+            max_total_kv_tokens=admission_limits.max_total_kv_tokens,
+        )
+        self.admission = Admission(admission_limits, self.ledger, router, time.monotonic)
+        self.generations = Generations(Parts(model, self.pools, self.admission, request_limits, GatewayMetrics(model.name, registry)))
+        self._model = model
+        self._ready: bool | None = None
+        servicer = GatewayServicer(model, self.generations, self.pools, self.admission, max_request_time_s=max_request_time_s, draining=lambda: server.draining)
+        server.add(gateway_pb2_grpc.add_GatewayServiceServicer_to_server, servicer, SERVICE_NAME)
+
+    async def start(self) -> int:
+        """Serves and begins to watch the pools; ready once each configured pool has an available instance. Returns the port, raises StartupError."""
+        port = await self.server.start()
+        await self.pools.start()
+        return port
+
+    async def stop(self, grace_s: float) -> None:
+        """Drains and lets go of the pools."""
+        await self.server.drain(grace_s)
+        await self.pools.stop()
+        self._model.tokenizer.close()
+
+    def _instance_changed(self, instance: Instance) -> None:
+        if instance.role is Role.DECODE:
+            if instance.available and instance.load is not None:
+                self.ledger.report(instance.name, num_blocks=instance.load.num_blocks, num_free=instance.load.num_free_blocks)
+            else:
+                self.ledger.forget(instance.name)
+        self.admission.instances_changed()
+        missing = self.pools.missing()
+        if self._ready is not (not missing):
+            self._ready = not missing
+            self.server.set_ready(not missing, missing)

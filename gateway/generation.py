@@ -1,0 +1,78 @@
+"""All requests in flight, the same for every door: each runs its course once and is counted once, on every way out."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+
+from gateway.course import Call, Course, Parts
+from gateway.progress import Progress
+from gateway.validation import check_request
+from rpc.errors import StatusError, already_exists, deadline_exceeded
+from rpc.logs import request_id as logged_request_id
+from tandem.v1 import gateway_pb2
+
+
+class Generations:
+    """On the event loop only."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._in_flight: set[tuple[str, str]] = set()
+        parts.metrics.num_requests_running.set_function(lambda: parts.admission.num_active)
+        parts.metrics.num_requests_waiting.set_function(lambda: parts.admission.num_waiting)
+
+    async def run(self, request: gateway_pb2.GenerateRequest, call: Call) -> dict[str, str]:
+        """Serves a request to its end and returns its trailing metadata. Raises StatusError; a cancel ends everything below it."""
+        progress = Progress(self._parts.metrics)
+        course = Course(self._parts, request, call, progress)
+        code = grpc.StatusCode.INTERNAL
+        try:
+            async with asyncio.timeout(call.remaining_s):
+                with self._registered(request, call.tenant, progress):
+                    await course.run()
+            code = grpc.StatusCode.OK
+            return progress.trailers
+        except StatusError as error:
+            code = error.code
+            raise _with_trailers(error, progress) from None
+        except TimeoutError:
+            code = grpc.StatusCode.DEADLINE_EXCEEDED
+            raise _with_trailers(deadline_exceeded(progress.phase), progress) from None
+        except (asyncio.CancelledError, grpc.aio.InternalError):
+            # The client has left: told as a cancel, or by a message that could not be sent to it.
+            code = grpc.StatusCode.CANCELLED
+            raise
+        finally:
+            progress.ended(code, course.completion)
+
+    def assert_nothing_held(self) -> None:
+        """Raises AssertionError that names what is left."""
+        assert not self._in_flight, f"in flight: {sorted(self._in_flight)}"
+        self._parts.admission.assert_nothing_held()
+
+    @contextmanager
+    def _registered(self, request: gateway_pb2.GenerateRequest, tenant: str, progress: Progress) -> Iterator[None]:
+        check_request(request, self._parts.model, self._parts.limits)
+        request_id = request.request_id or secrets.token_hex(16)
+        key = (tenant, request_id)
+        if key in self._in_flight:
+            raise already_exists(f"request {request_id} is in flight")
+        self._in_flight.add(key)
+        token = logged_request_id.set(request_id)
+        try:
+            progress.began(request_id)
+            yield
+        finally:
+            logged_request_id.reset(token)
+            self._in_flight.discard(key)
+
+
+def _with_trailers(error: StatusError, progress: Progress) -> StatusError:
+    """The error with what is known of the request; tokens sent is among it once one was."""
+    error.trailers = {**error.trailers, **progress.trailers}
+    return error

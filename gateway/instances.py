@@ -1,0 +1,86 @@
+"""The gateway's picture of one worker: what it said last, and what was sent to it since."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from tandem.v1 import load_pb2
+
+
+class Role(Enum):
+    """Which pool a worker belongs to."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+@dataclass(slots=True)
+class Backlog:
+    """Prompt tokens that an instance has not computed yet: its own word, moved on by what this gateway sent and saw finished since."""
+
+    own: int = 0
+    """Tokens of this gateway's requests that have no first token yet."""
+    _reported: int = 0
+    _foreign: int = 0
+    """The part of the report that other gateways must have sent."""
+    _sent_since: int = 0
+
+    def report(self, num_tokens: int) -> None:
+        """Takes the instance's figure."""
+        self._reported, self._foreign, self._sent_since = num_tokens, max(0, num_tokens - self.own), 0
+
+    def sent(self, num_tokens: int) -> None:
+        """A prompt is on its way there."""
+        self.own += num_tokens
+        self._sent_since += num_tokens
+
+    def finished(self, num_tokens: int) -> None:
+        """The prompt is computed, or its request has ended."""
+        self.own -= num_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Both own and reported + sent are above the truth, so the smaller one is nearer to it."""
+        return self._foreign + min(self.own, self._reported - self._foreign + self._sent_since)
+
+
+@dataclass(slots=True)
+class Instance:
+    """A configured worker. `reason` is empty while requests may go to it."""
+
+    name: str
+    role: Role
+    load: load_pb2.LoadReport | None = None
+    reason: str = "not connected yet"
+    backlog: Backlog = field(default_factory=Backlog)
+    num_own_requests: int = 0
+    """This gateway's requests that are there now."""
+    _own_at_report: int = 0
+
+    def report(self, load: load_pb2.LoadReport, mismatch: str = "") -> None:
+        """Takes a load report; `mismatch` says why the instance cannot serve this gateway's model."""
+        self.load = load
+        self.reason = mismatch or ("draining" if load.draining else "" if load.ready else "not ready")
+        self.backlog.report(load.prefill_backlog_tokens)
+        self._own_at_report = self.num_own_requests
+
+    def lose(self, reason: str) -> None:
+        """The instance cannot be reached; what it said last is kept for status pages."""
+        self.reason = reason
+
+    @property
+    def available(self) -> bool:
+        """Requests may go to it."""
+        return not self.reason
+
+    @property
+    def num_requests(self) -> int:
+        """Sequences there, by its own word and what was sent or ended since."""
+        load = self.load
+        reported = load.num_requests_running + load.num_requests_waiting + load.num_requests_in_handover if load is not None else 0
+        return max(self.num_own_requests, reported + self.num_own_requests - self._own_at_report, 0)
+
+    def pairs_with(self, other: Instance) -> bool:
+        """Whether KV can go from one to the other: their layouts are known and equal."""
+        return self.load is not None and other.load is not None and bool(self.load.layout == other.load.layout)

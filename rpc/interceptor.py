@@ -138,6 +138,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             if self.draining and is_request(call.method):
                 raise _draining()
             response = await _invoke(call)
+            if _cancelling():
+                raise asyncio.CancelledError  # the handler swallowed it; OK would make a cut stream look whole
             call.code = _code_of(context)
             return response
         except StatusError as error:
@@ -158,11 +160,9 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             await _abort(call, internal())
 
     async def _cancelled(self, call: _Call, error: asyncio.CancelledError) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        if task in self._ended:
+        if asyncio.current_task() in self._ended:
             await _abort(call, _draining())
-        if not task.cancelling():
+        if not _cancelling():
             # Nobody cancelled this RPC: the handler awaited something of its own that was. Without a status its client would wait.
             _LOG.error("%s let a cancel of its own escape", call.method, exc_info=error)
             await _abort(call, internal())
@@ -177,6 +177,11 @@ class _Call:
     argument: Any
     context: Context
     code: grpc.StatusCode = grpc.StatusCode.UNKNOWN
+
+
+def _cancelling() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 async def _invoke(call: _Call) -> Any:

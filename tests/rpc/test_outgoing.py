@@ -4,10 +4,12 @@ import asyncio
 from typing import Any
 
 import grpc
+import opentelemetry.sdk.trace as sdk_trace
 import pytest
 
 from rpc.client import outgoing
 from rpc.errors import StatusError, unavailable
+from telemetry import tracing
 from telemetry.receiver import OtlpReceiver, ReceivedSpan
 from tests.rpc.peers import SERVICE, serving
 
@@ -65,3 +67,33 @@ async def test_cancel_and_status_error_leave_their_code_on_the_client_span(recei
 async def test_metadata_passes_through_untouched_when_tracing_is_off() -> None:
     with outgoing(METHOD, metadata=(("a", "b"),)) as (metadata, span):
         assert metadata == (("a", "b"),) and not span.recording
+
+
+@pytest.mark.parametrize("on", [False, True])
+async def test_whole_call_makes_no_sdk_span_when_off_or_not_sampled(monkeypatch: pytest.MonkeyPatch, on: bool) -> None:
+    made: list[object] = []
+    original = sdk_trace.Span.__init__
+
+    def counted(self: Any, *arguments: Any, **options: Any) -> None:
+        made.append(self)
+        original(self, *arguments, **options)
+
+    async def answer(request: bytes, context: Any) -> bytes:
+        seen.append("traceparent" in dict(context.invocation_metadata()))
+        return request
+
+    seen: list[bool] = []
+    monkeypatch.setattr(sdk_trace.Span, "__init__", counted)
+    if on:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+        tracing.configure_tracing("test", "test-0")
+    try:
+        parent = tracing.extract([("traceparent", "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00")])
+        async with serving(UnaryUnary=answer) as pair:
+            with tracing.span("gateway", parent=parent), outgoing(f"{SERVICE}/UnaryUnary") as (metadata, _span):
+                await pair.call("UnaryUnary", b"", metadata=metadata, timeout=5)
+    finally:
+        await tracing.shutdown()
+
+    assert made == []
+    assert seen == [on]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from typing import Any
 
@@ -112,6 +113,14 @@ async def test_taken_port_is_a_startup_error_that_names_the_address() -> None:
             await RpcServer("test", port=port).start()
 
 
+async def test_two_servers_cannot_share_a_port() -> None:
+    first = RpcServer("first")
+    port = await first.start()
+    with pytest.raises(StartupError):
+        await RpcServer("second", port=port).start()
+    await first.drain(1)
+
+
 async def test_drain_refuses_new_requests_and_waits_for_the_running_one() -> None:
     gate = _Gate()
 
@@ -146,6 +155,26 @@ async def test_drain_cancels_what_outlives_the_grace_and_says_why() -> None:
             await running
 
     assert not finished and gate.cancelled.is_set()
+    assert StatusError.of(caught.value).reason == "DRAINING"
+
+
+async def test_handler_that_swallows_the_drains_cancel_does_not_end_with_ok() -> None:
+    began = asyncio.Event()
+
+    async def swallow(_request: bytes, context: Any) -> None:
+        await context.write(b"half")
+        began.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+
+    async with serving(UnaryStream=swallow) as pair:
+        call = pair.call("UnaryStream", b"", timeout=10)
+        assert await call.read() == b"half"
+        await asyncio.wait_for(began.wait(), 5)
+        assert not await pair.server.drain(0.05)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call.read()
+
     assert StatusError.of(caught.value).reason == "DRAINING"
 
 

@@ -107,7 +107,7 @@ class HandoverAttempt:
         return await send_first(self._pool, self._output, [first], self._report, finish)
 
     async def _confirm(self, call: PrefillCall, done: prefill_pb2.PrefillDone, handover: Handover) -> None:
-        num_blocks = await handover.covered()
+        num_blocks = await call.copied(handover)
         if done.num_blocks != num_blocks or not done.hold_id or (handover.hold_id and done.hold_id != handover.hold_id):
             raise HandoverProtocolError(f"prefill says it announced {done.num_blocks} blocks of the hold, {num_blocks} were read")
         await call.confirm(done.hold_id, num_blocks)

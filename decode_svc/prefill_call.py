@@ -24,6 +24,7 @@ class PrefillCall:
 
     def __init__(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
         self._call = call
+        self._answer: asyncio.Future[Any] | None = None
 
     async def start(self, start: prefill_pb2.PrefillStart) -> None:
         """Asks for a prompt."""
@@ -41,10 +42,24 @@ class PrefillCall:
                 raise HandoverProtocolError(f"prefill sent {step or 'its end'} before PrefillDone")
             handover.announce(response.kv_ready)
 
+    async def copied(self, handover: Handover) -> int:
+        """Waits until all blocks have been read and returns their number; the end of the RPC in the meantime ends the waiting."""
+        self._answer = asyncio.ensure_future(self._call.read())
+        covering = asyncio.ensure_future(handover.covered())
+        try:
+            await asyncio.wait({covering, self._answer}, return_when=asyncio.FIRST_COMPLETED)
+            if not covering.done():
+                await self._answer
+                raise HandoverProtocolError("prefill spoke before decode had copied")
+            return await covering
+        finally:
+            covering.cancel()
+
     async def confirm(self, hold_id: str, num_blocks: int) -> None:
-        """Returns only when prefill has confirmed that the blocks were held all the while, and the RPC has ended OK."""
+        """Behind `copied`. Returns only when prefill has confirmed that the blocks were held all the while, and the RPC has ended OK."""
         await self._write(prefill_pb2.PrefillRequest(copied=prefill_pb2.Copied(hold_id=hold_id, num_blocks=num_blocks)))
-        response: Any = await self._call.read()
+        assert self._answer is not None
+        response = await self._answer
         if response is grpc.aio.EOF or response.WhichOneof("step") != "confirmed" or response.confirmed.hold_id != hold_id:
             raise HandoverProtocolError("prefill did not confirm the hold")
         await self.end()
@@ -53,6 +68,13 @@ class PrefillCall:
         """Waits for the RPC's own end: anything but OK is an error."""
         if await self._call.read() is not grpc.aio.EOF:
             raise HandoverProtocolError("prefill went on after its last message")
+
+    def cancel(self) -> None:
+        """Ends the RPC if it has not ended, and with it prefill's hold. No await."""
+        self._call.cancel()
+        if self._answer is not None:
+            self._answer.cancel()
+            self._answer.add_done_callback(lambda answer: answer.cancelled() or answer.exception())
 
     async def _write(self, request: prefill_pb2.PrefillRequest) -> None:
         try:
@@ -67,8 +89,8 @@ class PrefillCall:
 def prefill_call(peer: PrefillPeer, timeout_s: float) -> Iterator[PrefillCall]:
     """Opens the RPC under its CLIENT span; leaving the block cancels it if it has not ended, and with it prefill's hold."""
     with outgoing(_METHOD, attributes={PREFILL_INSTANCE: peer.name}) as (metadata, _):
-        call: Any = peer.stub.Prefill(timeout=timeout_s, metadata=metadata)
+        call = PrefillCall(peer.stub.Prefill(timeout=timeout_s, metadata=metadata))
         try:
-            yield PrefillCall(call)
+            yield call
         finally:
             call.cancel()

@@ -47,8 +47,6 @@ class WorkerSettings(ServiceSettings):
     """CPU threads of one step; default: torch's choice."""
     max_stall_s: Annotated[float, Field(gt=0)] = 60.0
     """Seconds without progress after which a busy worker ends itself."""
-    kv_checksum: bool = False
-    """Decode: ask for a digest with every KV chunk and refuse chunks without one."""
     max_reader_stop_s: Annotated[float, Field(gt=0)] = 5.0
     """Seconds after which a reader of KV memory that was told to stop and has not is an alarm."""
 

@@ -1,0 +1,48 @@
+"""`python -m decode_svc`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+
+from decode_svc.peers import PrefillPeers, parse_targets
+from decode_svc.pool import DecodePool, PrefillPace
+from decode_svc.servicer import DecodeServicer
+from decode_svc.settings import DecodeSettings
+from kvtransfer.quarantine import Quarantine
+from rpc.service import Service, run_service
+from rpc.settings import load_settings
+from worker.service import Worker, serve_worker
+
+NAME = "decode"
+
+
+@asynccontextmanager
+async def register(worker: Worker, settings: DecodeSettings) -> AsyncIterator[None]:
+    """Adds DecodeService and opens the channels to its prefill instances."""
+    alarms = worker.metrics.num_quarantined_readers
+    quarantine = Quarantine(max_stop_s=settings.max_reader_stop_s, on_alarm=lambda _: alarms.inc(), on_end=alarms.dec)
+    executor = ThreadPoolExecutor(1, thread_name_prefix="kv-copy")
+    peers = PrefillPeers(parse_targets(settings.prefill), worker.engine.kv_cache.blocks, executor, settings.reading())
+    pool = DecodePool(worker.engine, peers, quarantine, settings.policy(), worker.metrics, PrefillPace(), settings.max_request_time_s)
+    DecodeServicer(pool, worker.load).add_to(worker.server)
+    try:
+        yield
+    finally:
+        await peers.close()
+        executor.shutdown(wait=False, cancel_futures=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the worker; returns the exit code."""
+    settings = load_settings(DecodeSettings, argv, prog=NAME)
+
+    async def serve(service: Service) -> None:
+        await serve_worker(service, settings, lambda worker: register(worker, settings))
+
+    return run_service(serve, settings, NAME)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,215 @@
+"""Whoever goes away in whatever phase: nothing stays held, and no token is lost, repeated or changed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from decode_svc.pool import FailurePolicy
+from rpc.errors import StatusError
+from rpc.failpoints import configure_failpoints
+from tandem.v1 import decode_pb2
+from tests.support.cluster import Answer, Cluster, alone, open_cluster, until
+
+PROMPT = list(range(100, 130))
+
+
+@pytest.fixture(autouse=True)
+def _no_failpoints() -> Iterator[None]:
+    yield
+    configure_failpoints("")
+
+
+def _failpoint(name: str) -> Callable[[Cluster], None]:
+    return lambda cluster: configure_failpoints(f"{name}=delay:30")
+
+
+def _gate_prefill(cluster: Cluster) -> None:
+    cluster.prefills[0].device.gate = threading.Event()
+
+
+def _gate_decode(cluster: Cluster) -> None:
+    cluster.decode.device.gate = threading.Event()
+
+
+# Phase: how to stop a request in it, and how to see that it is there.
+PHASES: dict[str, tuple[Callable[[Cluster], None], Callable[[Cluster], bool]]] = {
+    "reserve": (_failpoint("reserve"), lambda c: c.decode.server.num_active_rpcs == 1),
+    "prefill.queue": (_failpoint("prefill.queue"), lambda c: c.prefills[0].server.num_active_rpcs == 1),
+    "prefill": (_gate_prefill, lambda c: c.prefills[0].device.entered.is_set()),
+    "first token": (_failpoint("prefill"), lambda c: c.prefills[0].engine.load().num_in_handover == 1),
+    "kv_transfer": (_failpoint("kv_transfer"), lambda c: c.prefills[0].engine.load().num_in_handover == 1),
+    "kv.hold": (_failpoint("kv.hold"), lambda c: c.prefills[0].engine.load().num_in_handover == 1),
+    "decode": (_gate_decode, lambda c: c.decode.device.entered.is_set()),
+}
+BEFORE_CONFIRMED = [phase for phase in PHASES if phase not in ("reserve", "decode")]
+
+
+def _open_gates(cluster: Cluster) -> None:
+    for device in (cluster.decode.device, *(node.device for node in cluster.prefills)):
+        if device.gate is not None:
+            device.gate.set()
+
+
+class Running:
+    """A request on its way."""
+
+    def __init__(self, cluster: Cluster, timeout_s: float = 20.0, **params: Any) -> None:
+        self.call = cluster.decode.stub.Generate(cluster.request(PROMPT, **params), timeout=timeout_s)
+        self.answer = Answer()
+        self.task = asyncio.ensure_future(self._run())
+
+    async def _run(self) -> Answer:
+        async for response in self.call:
+            self.answer.take(response)
+        return self.answer
+
+
+@pytest.mark.parametrize("transport", ["memory", "inline"])
+@pytest.mark.parametrize("end", ["cancel", "deadline"])
+@pytest.mark.parametrize("phase", PHASES)
+async def test_a_client_that_leaves_in_any_phase_leaves_nothing_held(phase: str, end: str, transport: str) -> None:
+    arrange, reached = PHASES[phase]
+    async with open_cluster(transports=[transport]) as cluster:
+        arrange(cluster)
+        running = Running(cluster, timeout_s=0.6 if end == "deadline" else 20.0)
+        await until(lambda: reached(cluster))
+        if end == "cancel":
+            running.call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await running.task
+        else:
+            with pytest.raises(grpc.aio.AioRpcError) as ended:
+                await running.task
+            assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        _open_gates(cluster)
+        await cluster.assert_nothing_held()
+        assert (await cluster.decode.engine.report()).num_late_steps == 0
+        configure_failpoints("")
+        answer = await cluster.generate(cluster.request(PROMPT))
+        assert answer.token_ids == alone(PROMPT)
+        assert answer.prompts[0].num_failed_attempts == 0
+        await cluster.assert_nothing_held()
+
+
+@pytest.mark.parametrize("num_prefills", [1, 2])
+@pytest.mark.parametrize("phase", BEFORE_CONFIRMED)
+async def test_prefill_dying_in_any_phase_costs_no_token(phase: str, num_prefills: int) -> None:
+    arrange, reached = PHASES[phase]
+    async with open_cluster(num_prefills=num_prefills) as cluster:
+        arrange(cluster)
+        running = Running(cluster, temperature=0.9, seed=11)
+        await until(lambda: reached(cluster))
+        if phase in ("kv_transfer", "kv.hold"):
+            await until(lambda: len(running.answer.token_ids) == 1)
+        configure_failpoints("")
+        await cluster.prefills[0].kill()
+        _open_gates(cluster)
+        answer = await asyncio.wait_for(running.task, 10)
+        assert answer.token_ids == alone(PROMPT, temperature=0.9, seed=11)
+        last = answer.prompts[-1]
+        path = decode_pb2.PROMPT_PATH_HANDOVER if num_prefills == 2 else decode_pb2.PROMPT_PATH_LOCAL_FALLBACK
+        assert (last.path, last.num_failed_attempts) == (path, 1)
+        await cluster.assert_nothing_held()
+
+
+@pytest.mark.parametrize("phase", BEFORE_CONFIRMED)
+async def test_without_another_way_the_hand_over_fails_cleanly(phase: str) -> None:
+    arrange, reached = PHASES[phase]
+    async with open_cluster(policy=FailurePolicy(max_prefill_attempts=1, max_local_prefill_tokens=len(PROMPT) - 1)) as cluster:
+        arrange(cluster)
+        running = Running(cluster)
+        await until(lambda: reached(cluster))
+        await cluster.prefills[0].kill()
+        _open_gates(cluster)
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await asyncio.wait_for(running.task, 10)
+        status = StatusError.of(failed.value)
+        assert (status.code, status.reason) == (grpc.StatusCode.UNAVAILABLE, "HANDOVER_FAILED")
+        assert status.retry_after_s
+        await cluster.assert_nothing_held()
+
+
+async def test_an_instance_that_is_not_there_is_no_obstacle() -> None:
+    async with open_cluster(num_prefills=2) as cluster:
+        await cluster.prefills[0].kill()
+        answer = await cluster.generate(cluster.request(PROMPT))
+        assert answer.token_ids == alone(PROMPT)
+        assert answer.prompts[0].prefill_instance == "p1"
+        await cluster.assert_nothing_held()
+
+
+async def test_one_token_comes_from_another_instance_too() -> None:
+    async with open_cluster(num_prefills=2) as cluster:
+        await cluster.prefills[0].kill()
+        answer = await cluster.generate(cluster.request(PROMPT, max_tokens=1))
+        assert answer.token_ids == alone(PROMPT, max_tokens=1)
+        assert answer.prompts[0].prefill_instance == "p1"
+
+
+async def test_pools_that_do_not_pair_are_a_failed_precondition_and_no_fallback_hides_it() -> None:
+    async with open_cluster(decode_options={"fingerprint": "another"}) as cluster:
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await cluster.generate(cluster.request(PROMPT))
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert "model_fingerprint" in str(refused.value.details())
+        await cluster.assert_nothing_held()
+
+
+async def test_an_engine_that_dies_in_prefill_costs_no_token() -> None:
+    async with open_cluster() as cluster:
+        cluster.prefills[0].device.fail_next = RuntimeError("device lost")
+        answer = await cluster.generate(cluster.request(PROMPT))
+        assert answer.token_ids == alone(PROMPT)
+        assert answer.prompts[0].path == decode_pb2.PROMPT_PATH_LOCAL_FALLBACK
+        await cluster.assert_nothing_held()
+
+
+async def test_an_engine_that_dies_in_decode_ends_every_stream() -> None:
+    async with open_cluster() as cluster:
+        cluster.decode.device.fail_next = RuntimeError("device lost")
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await cluster.generate(cluster.request(PROMPT))
+        assert StatusError.of(failed.value).reason == "ENGINE_DEAD"
+        await cluster.assert_nothing_held()
+
+
+async def test_a_prompt_that_fails_in_the_engine_is_not_computed_again_here_when_it_may_not() -> None:
+    async with open_cluster(policy=FailurePolicy(max_local_prefill_tokens=0)) as cluster:
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await cluster.generate(cluster.request([*PROMPT, 999]))
+        assert StatusError.of(failed.value).reason == "HANDOVER_FAILED"
+        await cluster.assert_nothing_held()
+
+
+async def test_cancels_at_random_moments_leave_nothing_held() -> None:
+    async with open_cluster(transports=["memory", "inline"], prefill_options={"num_blocks": 128}, decode_options={"num_blocks": 128}) as cluster:
+        for round_number in range(60):
+            running = Running(cluster, max_tokens=20)
+            await asyncio.sleep(round_number * 0.0005)
+            running.call.cancel()
+            await asyncio.wait({running.task})
+        await cluster.assert_nothing_held()
+        answer = await cluster.generate(cluster.request(PROMPT))
+        assert answer.token_ids == alone(PROMPT)
+
+
+async def test_a_draining_worker_finishes_what_it_has_and_takes_no_more() -> None:
+    async with open_cluster() as cluster:
+        _gate_decode(cluster)
+        running = Running(cluster)
+        await until(lambda: cluster.decode.device.entered.is_set())
+        drain = asyncio.ensure_future(cluster.decode.server.drain(10))
+        await until(lambda: cluster.decode.server.draining)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await cluster.generate(cluster.request(PROMPT))
+        assert StatusError.of(refused.value).reason == "DRAINING"
+        _open_gates(cluster)
+        assert (await running.task).token_ids == alone(PROMPT)
+        assert await drain
+        await cluster.assert_nothing_held()

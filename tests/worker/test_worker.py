@@ -1,0 +1,180 @@
+"""A worker's life: ready once the engine answers, drained when told, dead when its engine is."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import REGISTRY, CollectorRegistry, generate_latest
+
+from decode_svc import __main__ as decode_main
+from decode_svc.peers import parse_targets
+from decode_svc.settings import DecodeSettings
+from engine.async_engine import AsyncEngine
+from engine.config import ConfigError
+from engine.errors import CapacityError, EngineDeadError, HoldBrokenError, SequenceError, SequenceTooLongError
+from engine.proto import FieldError
+from engine.sampling_params import SamplingParams
+from engine.sequence import SequenceKind, SequenceSpec
+from prefill_svc.settings import PrefillSettings
+from rpc.errors import StartupError
+from rpc.service import Service
+from rpc.settings import load_settings
+from tandem.v1 import decode_pb2, decode_pb2_grpc
+from telemetry.metrics import WorkerMetrics
+from tests.support.cluster import until
+from tests.support.engines import collect, fake_engine, running_fake_engine
+from tests.support.fake_device import FakeDevice
+from worker.probe import EngineProbe
+from worker.service import Worker, serve_worker
+from worker.statuses import status_of
+
+
+def _settings() -> DecodeSettings:
+    return DecodeSettings(model=Path("fake"), port=0)
+
+
+@pytest.fixture
+def _own_registry() -> Any:
+    """serve_worker registers with the process's registry: take out what it put there."""
+    before = set(REGISTRY._collector_to_names)
+    yield
+    for collector in set(REGISTRY._collector_to_names) - before:
+        REGISTRY.unregister(collector)
+
+
+@asynccontextmanager
+async def _serving(service: Service, settings: DecodeSettings) -> AsyncIterator[tuple[Worker, FakeDevice, asyncio.Task[None], grpc.aio.Channel]]:
+    engine, device = fake_engine()
+    workers: list[Worker] = []
+
+    @asynccontextmanager
+    async def register(worker: Worker) -> AsyncIterator[None]:
+        workers.append(worker)
+        async with decode_main.register(worker, settings):
+            yield
+
+    task = asyncio.create_task(serve_worker(service, settings, register, lambda config: engine))
+    await until(lambda: (bool(workers) and worker_is_ready(workers[0])) or task.done())
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{workers[0].server.port}") as channel:
+        yield workers[0], device, task, channel
+    service.stop()
+    await asyncio.wait_for(task, 10)
+
+
+def worker_is_ready(worker: Worker) -> bool:
+    return worker.load.report().ready
+
+
+async def _health(channel: grpc.aio.Channel) -> int:
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    response = await stub.Check(health_pb2.HealthCheckRequest(service="tandem.v1.DecodeService"))
+    return int(response.status)
+
+
+@pytest.mark.usefixtures("_own_registry")
+async def test_a_worker_serves_until_it_is_stopped() -> None:
+    settings = _settings()
+    service = Service("decode", settings)
+    async with _serving(service, settings) as (worker, _, task, channel):
+        assert await _health(channel) == health_pb2.HealthCheckResponse.SERVING
+        report = await decode_pb2_grpc.DecodeServiceStub(channel).GetMemoryReport(decode_pb2.DecodeServiceGetMemoryReportRequest())
+        assert report.memory.num_blocks == worker.engine.kv_cache.num_blocks
+        service.stop()
+        await asyncio.wait_for(task, 10)
+    assert service.failure is None
+    assert b'tandem_num_blocks{model_name="fake",role="decode",state="free"}' in generate_latest(REGISTRY)
+
+
+@pytest.mark.usefixtures("_own_registry")
+async def test_a_dead_engine_is_the_workers_end() -> None:
+    settings = _settings()
+    service = Service("decode", settings)
+    async with _serving(service, settings) as (worker, device, task, channel):
+        device.fail_next = RuntimeError("device lost")
+        request = decode_pb2.DecodeServiceGenerateRequest(prompt_token_ids=[1])
+        request.sampling_params.max_tokens, request.sampling_params.seed = 4, 0
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await decode_pb2_grpc.DecodeServiceStub(channel).Generate(request, timeout=10).read()
+        assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert not worker_is_ready(worker)
+        await asyncio.wait_for(task, 10)
+    assert isinstance(service.failure, RuntimeError)
+
+
+@pytest.mark.parametrize("error", [ConfigError("num_blocks", "is too large"), OSError("no such file")])
+async def test_what_a_user_can_cause_is_told_without_a_traceback(error: Exception) -> None:
+    def build(config: object) -> AsyncEngine:
+        raise error
+
+    settings = _settings()
+    with pytest.raises(StartupError, match=r"^--(num-blocks: is too large|model: no such file)$"):
+        await serve_worker(Service("decode", settings), settings, lambda worker: decode_main.register(worker, settings), build)
+
+
+async def test_readiness_asks_the_engine_and_metrics_follow_it() -> None:
+    registry = CollectorRegistry()
+    told: list[tuple[bool, str]] = []
+    async with running_fake_engine() as (engine, device):
+        probe = EngineProbe(engine, WorkerMetrics("fake", "decode", registry), lambda ready, reason: told.append((ready, reason)), 5.0, interval_s=0.01)
+        async with probe.running():
+            assert told == [(True, "")]
+            await collect(engine, SequenceSpec("s", tuple(range(100, 130)), SamplingParams(max_tokens=4), SequenceKind.LOCAL))
+            await until(lambda: b'tandem_prompt_tokens_computed_total{model_name="fake",role="decode"} 30.0' in generate_latest(registry))
+            device.fail_next = RuntimeError("device lost")
+            engine.submit(SequenceSpec("t", (1,), SamplingParams(max_tokens=4), SequenceKind.LOCAL))
+            await until(lambda: told[-1] == (False, "device lost"))
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "reason"),
+    [
+        (FieldError("a.b", "is wrong"), "INVALID_ARGUMENT", "INVALID_ARGUMENT"),
+        (SequenceTooLongError("too long"), "INVALID_ARGUMENT", "INVALID_ARGUMENT"),
+        (CapacityError("blocks", 2, 1), "RESOURCE_EXHAUSTED", "NO_KV_BLOCKS"),
+        (CapacityError("sequences", 1, 0), "RESOURCE_EXHAUSTED", "NO_SEQUENCE_SLOT"),
+        (EngineDeadError("gone"), "UNAVAILABLE", "ENGINE_DEAD"),
+        (HoldBrokenError("gone"), "ABORTED", "HOLD_BROKEN"),
+        (SequenceError("not finite"), "INTERNAL", "INTERNAL"),
+        (RuntimeError("secret"), "INTERNAL", "INTERNAL"),
+    ],
+)
+def test_engine_errors_have_their_statuses(error: Exception, code: str, reason: str) -> None:
+    status = status_of(error)
+    assert (status.code.name, status.reason) == (code, reason)
+    assert "secret" not in status.message
+
+
+def test_targets_are_a_list_of_names_and_addresses() -> None:
+    assert parse_targets(" a=127.0.0.1:1, b=[::1]:65535,") == {"a": "127.0.0.1:1", "b": "[::1]:65535"}
+    assert parse_targets("") == {}
+    for bad in ("a", "a=", "a=host", "=host:1", "a=host:0", "a=host:65536", "a=host:x", "a=h:1,a=h:2"):
+        with pytest.raises(ValueError, match=r"expected|twice"):
+            parse_targets(bad)
+
+
+@pytest.mark.parametrize(
+    ("argv", "flag"),
+    [
+        (["--prefill", "x"], "--prefill"),
+        (["--transports", "pigeon"], "--transports"),
+        (["--block-size", "0"], "--block-size"),
+        (["--dtype", "int3"], "--dtype"),
+    ],
+)
+def test_bad_settings_name_their_flag(argv: list[str], flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_settings(DecodeSettings, ["--model", "m", *argv], prog="decode")
+    assert flag in capsys.readouterr().err
+
+
+def test_an_engine_configuration_that_cannot_work_names_its_flag() -> None:
+    settings = load_settings(PrefillSettings, ["--model", "m", "--num-blocks", "1", "--kv-cache-memory-bytes", "1"], prog="prefill")
+    with pytest.raises(StartupError, match=r"^--num-blocks: give num_blocks or"):
+        settings.engine_config()

@@ -109,6 +109,8 @@ class AsyncEngine:
         self._calls.put(None)
         async with asyncio.timeout(timeout_s):
             await self._ended.wait()
+            # Joined, not only told: a thread that still drops tensors while the interpreter ends aborts the process.
+            await asyncio.to_thread(self._thread.join)
 
     @property
     def death(self) -> BaseException | None:

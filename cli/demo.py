@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import textwrap
 import time
 import uuid
 from collections import deque
@@ -99,8 +100,9 @@ async def _run(options: DemoOptions, receiver: OtlpReceiver, log: _ServiceLog, c
     stack = Stack(_with_tracing(options.stack, receiver.endpoint), log)
     started, problems = time.monotonic(), []
     try:
-        await stack.start()
-        await stack.wait_until_ready(_START_S)
+        with console.status("loading the model in both pools"):  # shows nothing but on a terminal
+            await stack.start()
+            await stack.wait_until_ready(_START_S)
         ready = time.monotonic()
         console.print(f"ready after {ready - started:.1f} s: {', '.join(stack.addresses)}", style="dim", highlight=False)
         answers = _answers(options)
@@ -158,7 +160,7 @@ async def _ask(answer: Answer, channel: grpc.aio.Channel, target: str) -> Answer
 
 
 def _print_plain(answer: Answer, console: Console) -> None:
-    console.print(f"> {answer.prompt.splitlines()[0]}", markup=False, highlight=False, soft_wrap=True)
+    console.print(f"> {textwrap.shorten(answer.prompt, 100, placeholder='...')}", markup=False, highlight=False, soft_wrap=True)
     console.print(answer.error or answer.generation.text.strip(), markup=False, highlight=False, soft_wrap=True)
     console.print()
 

@@ -88,7 +88,7 @@ def _panel(answer: Answer, width: int, height: int) -> Panel:
 
 def summary_table(answers: Sequence[Answer]) -> Table:
     """One row per request, tokens and times as the client saw them; the path and the KV bytes are what the gateway says in its trailing metadata."""
-    table = Table(header_style="bold", box=None, pad_edge=False)
+    table = Table(header_style="bold", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("#", "prompt", "cached", "output", "TTFT", "ITL p50", "ITL p99", "tok/s", "KV moved"):
         table.add_column(name, justify="right", no_wrap=True)
     for name in ("by", "path"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shlex
 import signal
 import socket
@@ -65,14 +66,23 @@ def _free_ports(count: int, wanted: int) -> list[int]:
         return ports
 
 
+def _threads_per_worker(num_workers: int) -> dict[str, str]:
+    """The cores divided among the workers, unless somebody has decided: workers that each took all cores would wait for each other in every step."""
+    if "TANDEM_NUM_THREADS" in os.environ:
+        return {}
+    return {"TANDEM_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // num_workers))}
+
+
 def _plan(options: StackOptions) -> list[list[ServiceSpec]]:
     """Specs by pool in the order in which they are drained: the gateway first, since its requests need the others to finish."""
-    gateway_port, *ports = _free_ports(1 + options.num_prefill + options.num_decode, options.gateway_port)
+    num_workers = options.num_prefill + options.num_decode
+    gateway_port, *ports = _free_ports(1 + num_workers, options.gateway_port)
+    threads = _threads_per_worker(num_workers)
 
     def spec(name: str, kind: str, port: int, extra: str, *arguments: str) -> ServiceSpec:
         common = ("--host=127.0.0.1", f"--port={port}", f"--model={options.model}", f"--instance={name}")
         service = f"tandem.v1.{kind.capitalize()}Service"
-        return ServiceSpec(name, SERVICE_MODULES[kind], service, port, (*common, *arguments, *shlex.split(extra)), options.environment)
+        return ServiceSpec(name, SERVICE_MODULES[kind], service, port, (*common, *arguments, *shlex.split(extra)), {**threads, **options.environment})
 
     prefill = [spec(f"prefill-{i}", "prefill", ports.pop(), options.prefill_args) for i in range(options.num_prefill)]
     prefill_list = f"--prefill={','.join(f'{one.name}={one.address}' for one in prefill)}"

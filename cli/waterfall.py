@@ -36,12 +36,10 @@ def waterfall(spans: Sequence[ReceivedSpan], width: int) -> Group:
 
 
 def duration_text(seconds: float) -> str:
-    """Three digits that fit a column: 1.23 s, 45.6 ms, 789 µs."""
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    if seconds >= 1e-3:
-        return f"{seconds * 1e3:.1f} ms"
-    return f"{seconds * 1e6:.0f} µs"
+    """Three digits and a unit: 1.23 s, 45.6 ms, 789 µs."""
+    factor, unit = (1.0, "s") if seconds >= 1 else (1e3, "ms") if seconds >= 1e-3 else (1e6, "µs")
+    value = seconds * factor
+    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f} {unit}"
 
 
 def _by_start(spans: Sequence[ReceivedSpan]) -> list[ReceivedSpan]:

@@ -56,4 +56,5 @@ def test_every_row_fits_the_terminal() -> None:
 
 
 def test_durations_keep_three_digits() -> None:
-    assert [duration_text(seconds) for seconds in (1.2345, 0.04567, 0.000789)] == ["1.23 s", "45.7 ms", "789 µs"]
+    texts = [duration_text(seconds) for seconds in (123.4, 1.2345, 0.3456, 0.04567, 0.000789, 0.0)]
+    assert texts == ["123 s", "1.23 s", "346 ms", "45.7 ms", "789 µs", "0.00 µs"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc
 
-from decode_svc.failures import attempt_at
+from decode_svc.failures import AttemptFailedError, attempt_at
 from decode_svc.job import Job
 from decode_svc.output import Output
 from decode_svc.peers import PrefillPeer
@@ -50,8 +50,12 @@ class HandoverAttempt:
         try:
             reserved = await self._reserve()
             handover = Handover(self._destination(reserved), self._peer.readers, engine, self._pool.quarantine)
-            with attempt_at(self._peer.name, self._context):
-                decode = await self._hand_over(reserved, handover)
+            try:
+                with attempt_at(self._peer.name, self._context):
+                    decode = await self._hand_over(reserved, handover)
+            except AttemptFailedError as failure:
+                self._record_transfer(handover, error=failure.reason)
+                raise
             if decode is not None:
                 await stream_tokens(self._pool, self._output, reserved.stream, decode)
         finally:
@@ -104,7 +108,7 @@ class HandoverAttempt:
         self._report.cached_tokens = done.cached_tokens
         if finish is not None:
             self._output.handed_over(decode_pb2.HandoverReport())
-        return await send_first(self._pool, self._output, [first], self._report, finish)
+        return await send_first(self._pool, self._output, [first], self._report, finish, self._trace)
 
     async def _confirm(self, call: PrefillCall, done: prefill_pb2.PrefillDone, handover: Handover) -> None:
         num_blocks = await call.copied(handover)
@@ -114,26 +118,32 @@ class HandoverAttempt:
 
     def _record(self, handover: Handover, done_ns: int) -> None:
         """Span, metrics and report of a hand-over that is confirmed."""
-        record, now_ns = handover.record, time.monotonic_ns()
-        exposed_s, wire_s = (now_ns - done_ns) / 1e9, record.wire_ns / 1e9
+        record = handover.record
+        exposed_s, wire_s = (time.monotonic_ns() - done_ns) / 1e9, record.wire_ns / 1e9
         self._output.handed_over(
             decode_pb2.HandoverReport(
                 transport=record.transport, kv_bytes=record.num_bytes, num_blocks=record.num_blocks, transfer_s=wire_s, exposed_s=exposed_s
             )
         )
-        if not record.num_blocks:
+        if record.num_blocks:
+            self._pool.metrics.kv_transfer_bytes(record.transport).inc(record.num_bytes)
+            self._pool.metrics.kv_transfer_time_seconds(record.transport).observe(wire_s)
+            self._record_transfer(handover, exposed_s=exposed_s)
+
+    def _record_transfer(self, handover: Handover, *, exposed_s: float = 0.0, error: str | None = None) -> None:
+        record = handover.record
+        if not record.started_ns:
             return
-        self._pool.metrics.kv_transfer_bytes(record.transport).inc(record.num_bytes)
-        self._pool.metrics.kv_transfer_time_seconds(record.transport).observe(wire_s)
+        ended_ns = record.ended_ns if error is None else time.monotonic_ns()
         attributes: dict[str, AttributeValue] = {
             spans.KV_BYTES: record.num_bytes,
             spans.NUM_BLOCKS: record.num_blocks,
             spans.KV_TRANSPORT: record.transport,
-            spans.KV_WIRE_S: wire_s,
-            spans.KV_WAIT_S: (record.ended_ns - record.started_ns - record.wire_ns) / 1e9,
+            spans.KV_WIRE_S: record.wire_ns / 1e9,
+            spans.KV_WAIT_S: (ended_ns - record.started_ns - record.wire_ns) / 1e9,
             spans.KV_EXPOSED_S: exposed_s,
         }
-        record_span(spans.KV_TRANSFER, record.started_ns, record.ended_ns, parent=self._trace, attributes=attributes)
+        record_span(spans.KV_TRANSFER, record.started_ns, ended_ns, parent=self._trace, attributes=attributes, error=error)
 
 
 async def compute_first_token(pool: DecodePool, peer: PrefillPeer, job: Job, output: Output, report: decode_pb2.PromptReport, context: Context) -> None:
@@ -150,7 +160,7 @@ async def compute_first_token(pool: DecodePool, peer: PrefillPeer, job: Job, out
     pool.pace.saw(queue_s=done.queue_s, prefill_s=done.prefill_s, num_tokens=done.computed_tokens)
     report.cached_tokens = done.cached_tokens
     output.handed_over(decode_pb2.HandoverReport())
-    decode = await send_first(pool, output, [] if first is None else [first], report, finish)
+    decode = await send_first(pool, output, [] if first is None else [first], report, finish, current_context())
     decode.end(len(output.token_ids))
 
 

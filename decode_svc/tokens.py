@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+from opentelemetry.context import Context
+
 from decode_svc.job import Job
 from decode_svc.output import Output
 from decode_svc.pool import DecodePool
@@ -26,11 +28,11 @@ PATH_NAMES = {
 
 
 class DecodeSpan:
-    """The span `decode`: from a known first token to the last one. Recorded once, by `end`."""
+    """The span `decode`: from a known first token to the last one. Recorded once, by `end`, below the span `trace`."""
 
-    def __init__(self) -> None:
+    def __init__(self, trace: Context | None) -> None:
         self.started_ns = time.monotonic_ns()
-        self._trace = current_context()
+        self._trace = trace
         self._events: list[SpanEvent] = []
 
     def first_token(self) -> None:
@@ -48,9 +50,11 @@ class DecodeSpan:
         )
 
 
-async def send_first(pool: DecodePool, output: Output, tokens: list[SampledToken], report: decode_pb2.PromptReport, finish: Finish | None) -> DecodeSpan:
+async def send_first(
+    pool: DecodePool, output: Output, tokens: list[SampledToken], report: decode_pb2.PromptReport, finish: Finish | None, trace: Context | None
+) -> DecodeSpan:
     """Sends the first token at once, whatever the copy still needs; the time to the first token ends here."""
-    decode = DecodeSpan()
+    decode = DecodeSpan(trace)
     await failpoint(spans.DECODE)
     await output.send(tokens, prompt=report, finish=finish)
     decode.first_token()
@@ -75,7 +79,7 @@ async def stream_tokens(pool: DecodePool, output: Output, stream: SequenceStream
         pool.metrics.request_decode_time_seconds.observe((time.monotonic_ns() - decode.started_ns) / 1e9)
 
 
-def _collect(events: list[Event], decode: DecodeSpan) -> tuple[list[SampledToken], Finish | None]:
+def _collect(events: list[Event], decode: DecodeSpan | None) -> tuple[list[SampledToken], Finish | None]:
     tokens: list[SampledToken] = []
     finish: Finish | None = None
     for event in events:
@@ -86,7 +90,7 @@ def _collect(events: list[Event], decode: DecodeSpan) -> tuple[list[SampledToken
                 finish = event.finish
             case Failed():
                 raise status_of(event.error)
-            case Preempted():
+            case Preempted() if decode is not None:
                 decode.preempted(event.at_ns)
             case _:
                 pass
@@ -101,14 +105,14 @@ async def stream_local(pool: DecodePool, job: Job, output: Output, stream: Seque
             progress.take(event)
             if isinstance(event, Scheduled):
                 await _reserved(pool, job, output, event.cached_tokens)
-        tokens, finish = _collect(events, DecodeSpan())
+        tokens, finish = _collect(events, None)
         if not tokens and not finish:
             continue
         await failpoint(spans.PREFILL)
         progress.end()
         pool.metrics.request_prefill_time_seconds.observe(progress.prefill_s)
         report.cached_tokens = progress.cached_tokens
-        decode = await send_first(pool, output, tokens, report, finish)
+        decode = await send_first(pool, output, tokens, report, finish, current_context())
         if finish:
             decode.end(len(tokens))
             return

@@ -1,0 +1,427 @@
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+
+from gateway.limits import AdmissionLimits
+from gateway.served_model import ServedModel
+from rpc.errors import StatusError, exhausted, internal, invalid_argument, unavailable
+from tandem.v1 import decode_pb2, gateway_pb2, generation_pb2
+from tests.gateway.fake_decode import LENGTH, STOP, Response, fails, hangs, says, tokens, waits
+from tests.gateway.house import WAIT_S, ask, house
+
+
+@pytest.fixture
+def model(models: dict[str, ServedModel]) -> ServedModel:
+    return models["smollm2"]
+
+
+def ids_of(model: ServedModel, text: str) -> list[int]:
+    return list(model.tokenizer.backend.encode(text, add_special_tokens=False).ids)
+
+
+def test_the_gateway_imports_no_torch() -> None:
+    program = "import sys, gateway.servicer, gateway.__main__; print([m for m in ('torch', 'transformers', 'engine') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False, cwd=Path(__file__).parents[2])
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
+
+
+async def test_a_completion_streams_with_seed_usage_and_trailers(model: ServedModel) -> None:
+    output = ids_of(model, "The capital is Zürich 🎉.")
+    eos = min(model.eos_token_ids)
+    finish = generation_pb2.Finish(finish_reason=STOP, matched_token_id=eos)
+    async with house(model, tokens([*output, eos], finish=finish), num_prefills=1) as h:
+        messages, trailers = await h.generate(ask("What?", request_id="r-1", seed=7, temperature=0.5))
+        assert "".join(message.text for message in messages) == "The capital is Zürich 🎉."
+        assert [token for message in messages for token in message.token_ids] == [*output, eos]
+        assert [message.position for message in messages] == list(range(len(output) + 1))
+        assert (messages[0].seed, messages[0].model) == (7, "m")
+        assert not any(message.HasField("finish") for message in messages[:-1])
+        assert messages[-1].finish == finish
+        num_prompt = len(ids_of(model, "What?"))
+        assert messages[-1].usage == generation_pb2.Usage(
+            prompt_tokens=num_prompt, completion_tokens=len(output) + 1, total_tokens=num_prompt + len(output) + 1, cached_tokens=3
+        )
+        expected = {
+            "tandem-request-id": "r-1",
+            "tandem-path": "handover",
+            "tandem-decode-instance": "d0",
+            "tandem-prefill-instance": "p0",
+            "tandem-kv-transport": "inline",
+            "tandem-kv-bytes": "4096",
+            "tandem-tokens-sent": str(len(output) + 1),
+        }
+        assert {key: trailers.get(key) for key in expected} == expected
+        [sent] = h.decodes[0].requests
+        assert list(sent.prompt_token_ids) == ids_of(model, "What?")
+        assert (sent.sampling_params.seed, sent.sampling_params.temperature, sent.prefill_instance) == (7, 0.5, "p0")
+        assert sent.sampling_params.max_tokens == 512 - num_prompt
+        assert h.metric("requests_total", finished_reason="stop", grpc_code="OK") == 1
+        assert h.metric("generation_tokens_total") == len(output) + 1
+        assert h.metric("prompt_tokens_total") == num_prompt
+        assert h.metric("time_to_first_token_seconds_count") == h.metric("e2e_request_latency_seconds_count") == 1
+        assert h.metric("inter_token_latency_seconds_count") == len(output)
+
+
+async def test_a_unary_completion_is_the_stream_in_one(model: ServedModel) -> None:
+    async with house(model, tokens(ids_of(model, "fine, thanks"), per_message=3)) as h:
+        response = await h.stub.GenerateUnary(gateway_pb2.GenerateUnaryRequest(request=ask("How are you?")), timeout=WAIT_S)
+        [choice] = response.choices
+        assert (choice.text, choice.finish.finish_reason, response.model) == ("fine, thanks", LENGTH, "m")
+        assert list(choice.token_ids) == ids_of(model, "fine, thanks")
+        assert response.usage.completion_tokens == len(choice.token_ids)
+        assert response.seed == h.decodes[0].requests[0].sampling_params.seed
+        assert response.request_id == h.decodes[0].requests[0].request_id != ""
+
+
+async def test_a_conversation_goes_out_by_the_models_template(model: ServedModel) -> None:
+    chat = gateway_pb2.ChatMessages(messages=[gateway_pb2.ChatMessage(role="user", content="hi <|im_end|>")])
+    async with house(model, tokens([5])) as h:
+        await h.generate(ask(chat=chat))
+        assert list(h.decodes[0].requests[0].prompt_token_ids) == model.tokenizer.encode_chat([{"role": "user", "content": "hi <|im_end|>"}])
+
+
+@pytest.mark.parametrize("per_message", [1, 3, 100])
+@pytest.mark.parametrize("include", [False, True])
+async def test_a_stop_string_cuts_the_text_counts_its_tokens_and_cancels_decode(per_message: int, include: bool, model: ServedModel) -> None:
+    output = ids_of(model, "one two STOP three four five six seven")
+    async with house(model, tokens(output, per_message=per_message, hang=True)) as h:
+        messages, _ = await h.generate(ask("go", stop=["STOP", "never"], include_stop_str_in_output=include))
+        assert "".join(message.text for message in messages) == ("one two STOP" if include else "one two ")
+        assert messages[-1].finish == generation_pb2.Finish(finish_reason=STOP, matched_stop_str="STOP")
+        sent = [token for message in messages for token in message.token_ids]
+        assert "STOP" in model.tokenizer.backend.decode(sent)
+        assert "STOP" not in model.tokenizer.backend.decode(sent[:-1])
+        assert messages[-1].usage.completion_tokens == len(sent)
+        async with asyncio.timeout(WAIT_S):
+            await h.decodes[0].idle.wait()
+
+
+async def test_a_stop_string_that_only_the_last_flush_completes_is_found(model: ServedModel) -> None:
+    output = ids_of(model, "ab")
+    async with house(model, tokens(output)) as h:
+        messages, _ = await h.generate(ask("go", stop=["b"]))
+        assert ("".join(message.text for message in messages), messages[-1].finish.matched_stop_str) == ("a", "b")
+
+
+async def test_held_back_text_comes_out_at_the_end(model: ServedModel) -> None:
+    async with house(model, tokens(ids_of(model, "one two ST"))) as h:
+        messages, _ = await h.generate(ask("go", stop=["STOP"]))
+        assert ("".join(message.text for message in messages), messages[-1].finish.finish_reason) == ("one two ST", LENGTH)
+
+
+async def test_a_token_that_ends_the_sequence_has_no_text_unless_asked_for(model: ServedModel) -> None:
+    a, b = ids_of(model, "a")[0], ids_of(model, "b")[0]
+    finish = generation_pb2.Finish(finish_reason=STOP, matched_token_id=b)
+    async with house(model, tokens([a, b], finish=finish)) as h:
+        for include, text in ((False, "a"), (True, "ab")):
+            messages, _ = await h.generate(ask("go", stop_token_ids=[b], include_stop_str_in_output=include))
+            assert "".join(message.text for message in messages) == text
+
+
+async def test_a_finish_without_a_token_ends_the_stream(model: ServedModel) -> None:
+    async with house(model, says(Response(finish=generation_pb2.Finish(finish_reason=LENGTH)))) as h:
+        messages, _ = await h.generate(ask("go", max_tokens=0, seed=3))
+        [message] = messages
+        assert (message.seed, message.finish.finish_reason, message.usage.completion_tokens) == (3, LENGTH, 0)
+
+
+async def test_a_resume_goes_on_behind_the_tokens_sent(model: ServedModel) -> None:
+    output = ids_of(model, "one two STOP three")
+    async with house(model, tokens(output[3:], first=3, hang=True)) as h:
+        whole = ask("go", stop=["STOP"], output_token_ids=output[:3])
+        messages, _ = await h.generate(whole)
+        assert messages[0].position == 3
+        before = "".join(model.tokenizer.backend.decode(output[:3]))
+        assert before + "".join(message.text for message in messages) == "one two "
+        assert list(h.decodes[0].requests[0].output_token_ids) == output[:3]
+
+
+@pytest.mark.parametrize(("fields", "expected"), [({"max_tokens": 2}, "length"), ({"stop": ["ab"]}, "ab"), ({"stop_token_ids": True}, "token")])
+async def test_a_resume_of_a_completion_that_had_ended_ends_at_once(fields: dict[str, object], expected: str, model: ServedModel) -> None:
+    output = [ids_of(model, "a")[0], ids_of(model, "b")[0]]
+    if "stop_token_ids" in fields:
+        fields = {"stop_token_ids": [output[1]]}
+    async with house(model, hangs) as h:
+        messages, _ = await h.generate(ask("go", output_token_ids=output, **fields))
+        [message] = messages
+        finish = message.finish
+        assert {LENGTH: "length"}.get(finish.finish_reason) or finish.matched_stop_str or expected == "token"
+        assert (message.usage.completion_tokens, h.decodes[0].requests) == (2, [])
+
+
+async def test_refusals_name_the_field_and_reach_no_worker(model: ServedModel) -> None:
+    async with house(model, tokens([5])) as h:
+        for request, field in (
+            (ask("x", temperature=float("nan")), "sampling_params.temperature"),
+            (gateway_pb2.GenerateRequest(), "input"),
+            (ask("x " * 600), "text"),
+            (ask("x", max_tokens=600), "sampling_params.max_tokens"),
+            (ask(chat=gateway_pb2.ChatMessages(messages=[gateway_pb2.ChatMessage(role="wizard")])), "chat.messages[0].role"),
+        ):
+            with pytest.raises(StatusError) as refused:
+                await h.generate(request)
+            assert (refused.value.code, refused.value.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+        with pytest.raises(StatusError) as refused:
+            await h.generate(ask("x", model="other"))
+        assert (refused.value.code, refused.value.reason) == (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")
+        with pytest.raises(grpc.aio.AioRpcError, match="request: must be set"):
+            await h.stub.GenerateUnary(gateway_pb2.GenerateUnaryRequest(), timeout=WAIT_S)
+        assert h.decodes[0].requests == []
+        assert h.metric("requests_total", finished_reason="error", grpc_code="INVALID_ARGUMENT") == 5
+
+
+async def test_a_request_id_in_flight_is_refused_until_it_has_ended(model: ServedModel) -> None:
+    go, reached = asyncio.Event(), asyncio.Event()
+    async with house(model, waits(go, tokens([5]), reached=reached)) as h:
+        first = asyncio.create_task(h.generate(ask("x", request_id="same")))
+        await reached.wait()
+        with pytest.raises(StatusError) as refused:
+            await h.generate(ask("x", request_id="same"))
+        assert refused.value.code is grpc.StatusCode.ALREADY_EXISTS
+        go.set()
+        await first
+        await h.generate(ask("x", request_id="same"))
+
+
+async def test_a_clients_cancel_ends_decodes_call_in_every_phase(model: ServedModel) -> None:
+    reached = asyncio.Event()
+    for script in (waits(asyncio.Event(), hangs, reached=reached), tokens([5, 6], hang=True)):
+        async with house(model, script) as h:
+            call = h.stub.Generate(ask("x"))
+            if script is not hangs and not reached.is_set():
+                await reached.wait()
+            else:
+                await call.read()
+            call.cancel()
+            async with asyncio.timeout(WAIT_S):
+                await h.decodes[0].idle.wait()
+            await h.until(lambda: h.metric("requests_total", finished_reason="abort", grpc_code="CANCELLED") == 1)
+
+
+async def test_a_cancel_in_the_queue_gives_the_place_back(model: ServedModel) -> None:
+    go = asyncio.Event()
+    async with house(model, waits(go, tokens([5])), admission=AdmissionLimits(max_active_requests=1)) as h:
+        first = asyncio.create_task(h.generate(ask("x")))
+        await h.until(lambda: h.gateway.admission.num_active == 1)
+        second = h.stub.Generate(ask("x"))
+        await h.until(lambda: h.metric("num_requests_waiting") == 1)
+        second.cancel()
+        await h.until(lambda: h.gateway.admission.num_waiting == 0)
+        go.set()
+        await first
+
+
+async def test_a_deadline_names_the_phase(model: ServedModel) -> None:
+    async with house(model, hangs, admission=AdmissionLimits(max_active_requests=1), max_request_time_s=0.4) as h:
+        first = asyncio.create_task(h.generate(ask("x")))
+        await h.until(lambda: h.gateway.admission.num_active == 1)
+        for task, phase in ((h.generate(ask("x"), timeout=0.2), "queue"), (first, "prefill")):
+            with pytest.raises(StatusError) as late:
+                await task
+            assert late.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+            if late.value.metadata:
+                assert late.value.metadata["phase"] == phase
+        assert (
+            h.metric("requests_total", finished_reason="error", grpc_code="DEADLINE_EXCEEDED")
+            + h.metric("requests_total", finished_reason="abort", grpc_code="CANCELLED")
+            == 2
+        )
+
+
+async def test_the_own_time_limit_names_the_phase(model: ServedModel) -> None:
+    async with house(model, tokens([5, 6], hang=True), max_request_time_s=0.3) as h:
+        with pytest.raises(StatusError) as late:
+            await h.generate(ask("x"))
+        assert (late.value.code, late.value.metadata["phase"], late.value.trailers["tandem-tokens-sent"]) == (grpc.StatusCode.DEADLINE_EXCEEDED, "decode", "2")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "reason"),
+    [
+        (unavailable("HANDOVER_FAILED", "no"), grpc.StatusCode.UNAVAILABLE, "HANDOVER_FAILED"),
+        (internal(), grpc.StatusCode.INTERNAL, "INTERNAL"),
+        (RuntimeError("secret"), grpc.StatusCode.INTERNAL, "INTERNAL"),
+        (StatusError(grpc.StatusCode.CANCELLED, "gone"), grpc.StatusCode.UNAVAILABLE, "DECODE_LOST"),
+        (StatusError(grpc.StatusCode.UNKNOWN, "what"), grpc.StatusCode.INTERNAL, "INTERNAL"),
+        (invalid_argument("prompt", "no"), grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT"),
+    ],
+)
+@pytest.mark.parametrize("num_tokens", [0, 2])
+async def test_decodes_errors_are_statuses_with_the_tokens_sent(
+    error: Exception, code: grpc.StatusCode, reason: str, num_tokens: int, model: ServedModel
+) -> None:
+    before = tokens([5, 6][:num_tokens], hang=False) if num_tokens else says(Response(reservation=decode_pb2.Reservation(num_charged_blocks=1)))
+
+    async def unfinished(decode: object, request: object, context: object) -> None:
+        await before(decode, request, context)  # type: ignore[arg-type]
+
+    script = fails(error, after=says(*[Response(token_ids=[5 + i], position=i) for i in range(num_tokens)]) if num_tokens else unfinished)
+    async with house(model, script) as h:
+        with pytest.raises(StatusError) as failed:
+            await h.generate(ask("x"))
+        assert (failed.value.code, failed.value.reason) == (code, reason)
+        assert failed.value.trailers.get("tandem-tokens-sent", "0") == str(num_tokens)
+        assert "secret" not in failed.value.message
+
+
+async def test_a_stream_that_skips_a_token_or_ends_without_a_finish_is_our_fault(model: ServedModel) -> None:
+    for script in (says(Response(token_ids=[5], position=1)), says(Response(token_ids=[5], position=0))):
+        async with house(model, script) as h:
+            with pytest.raises(StatusError) as failed:
+                await h.generate(ask("x"))
+            assert failed.value.code is grpc.StatusCode.INTERNAL
+
+
+async def test_a_decode_server_that_dies_mid_stream_is_unavailable(model: ServedModel) -> None:
+    async with house(model, tokens([5, 6, 7], hang=True)) as h:
+        call = h.stub.Generate(ask("x"))
+        for _ in range(3):
+            await call.read()
+        await h.decodes[0].server._server.stop(None)
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await call.read()
+        error = StatusError.of(failed.value)
+        assert (error.code, error.trailers["tandem-tokens-sent"]) == (grpc.StatusCode.UNAVAILABLE, "3")
+        assert "127.0.0.1" not in error.message
+        await h.until(lambda: not h.gateway.pools.instances["d0"].available)
+        began = time.monotonic()
+        with pytest.raises(StatusError) as refused:
+            await h.generate(ask("x"))
+        assert (refused.value.code, refused.value.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_DECODE")
+        assert refused.value.retry_after_s
+        assert time.monotonic() - began < 0.05
+
+
+async def test_another_decode_instance_is_tried_once_before_the_first_message(model: ServedModel) -> None:
+    refusing = fails(unavailable("DRAINING", "no", 1.0))
+    async with house(model, refusing, tokens([5])) as h:
+        for _ in range(4):
+            _, trailers = await h.generate(ask("x"))
+            assert trailers["tandem-decode-instance"] == "d1"
+        assert h.decodes[0].requests
+    async with house(model, refusing, refusing) as h:
+        with pytest.raises(StatusError) as failed:
+            await h.generate(ask("x"))
+        assert (failed.value.code, failed.value.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+        assert sum(len(decode.requests) for decode in h.decodes) == 2
+
+
+async def test_decode_without_blocks_puts_the_request_back_in_front(model: ServedModel) -> None:
+    no_blocks = exhausted("NO_KV_BLOCKS", "no", None)
+    async with house(model, fails(no_blocks)) as h:
+        first = asyncio.create_task(h.generate(ask("first")))
+        await h.until(lambda: len(h.decodes[0].requests) >= 1)
+        h.decodes[0].script = tokens([5])
+        await first
+        prompts = [list(request.prompt_token_ids) for request in h.decodes[0].requests]
+        assert prompts == [ids_of(model, "first")] * len(prompts)
+        assert len(prompts) <= 4, "refused requests are not sent again in a hot loop"
+
+
+async def test_decode_without_blocks_for_long_is_the_queues_time_limit(model: ServedModel) -> None:
+    async with house(model, fails(exhausted("NO_KV_BLOCKS", "no", None)), admission=AdmissionLimits(max_queue_time_s=0.1)) as h:
+        with pytest.raises(StatusError) as refused:
+            await h.generate(ask("x"))
+        assert (refused.value.code, refused.value.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_TIMEOUT")
+        assert refused.value.retry_after_s
+
+
+async def test_a_full_queue_is_refused_with_the_time_to_come_back(model: ServedModel) -> None:
+    go = asyncio.Event()
+    async with house(model, waits(go, tokens([5])), admission=AdmissionLimits(max_active_requests=1, max_queue_requests=2)) as h:
+        running = [asyncio.create_task(h.generate(ask("x"))) for _ in range(3)]
+        await h.until(lambda: h.gateway.admission.num_waiting == 2)
+        with pytest.raises(StatusError) as refused:
+            await h.generate(ask("x"))
+        assert (refused.value.code, refused.value.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL")
+        assert refused.value.retry_after_s
+        assert h.metric("admission_rejections_total", reason="QUEUE_FULL") == 1
+        go.set()
+        await asyncio.gather(*running)
+
+
+async def test_prompts_wait_while_prefill_is_behind(model: ServedModel) -> None:
+    go = asyncio.Event()
+    limits = AdmissionLimits(max_prefill_backlog_tokens=100)
+    async with house(model, waits(go, tokens([5])), num_prefills=1, admission=limits) as h:
+        running = [asyncio.create_task(h.generate(ask(token_ids=generation_pb2.TokenIds(ids=[7] * 60)))) for _ in range(4)]
+        await h.until(lambda: h.gateway.admission.num_active == 2 and h.gateway.admission.num_waiting == 2)
+        go.set()
+        await asyncio.gather(*running)
+
+
+async def test_an_empty_prefill_pool_is_unavailable_and_decode_alone_is_not(model: ServedModel) -> None:
+    async with house(model, tokens([5]), num_prefills=1) as h:
+        h.prefills[0].load.change(draining=True)
+        await h.until(lambda: not h.gateway.pools.instances["p0"].available)
+        assert h.gateway.server.not_ready_reason == "no prefill instance is available"
+        with pytest.raises(StatusError) as refused:
+            await h.generate(ask("x"))
+        assert (refused.value.code, refused.value.reason) == (grpc.StatusCode.UNAVAILABLE, "NO_PREFILL")
+        h.prefills[0].load.change(draining=False)
+        await h.until(lambda: h.gateway.pools.instances["p0"].available)
+        await h.generate(ask("x"))
+    async with house(model, tokens([5])) as h:
+        await h.generate(ask("x"))
+        assert h.decodes[0].requests[0].prefill_instance == ""
+
+
+async def test_waiting_requests_are_refused_when_the_pool_goes(model: ServedModel) -> None:
+    async with house(model, hangs, admission=AdmissionLimits(max_active_requests=1)) as h:
+        calls = [asyncio.create_task(h.generate(ask("x"))) for _ in range(2)]
+        await h.until(lambda: h.gateway.admission.num_waiting == 1)
+        await h.decodes[0].server._server.stop(None)
+        for call in calls:
+            with pytest.raises(StatusError) as failed:
+                await call
+            assert failed.value.code is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_slow_reader_stops_decode_and_not_the_memory(model: ServedModel) -> None:
+    written = 0
+    large = generation_pb2.TokenLogprob(top_logprobs=[generation_pb2.TopLogprob(token_id=1, logprob=-0.5)] * 20_000)
+
+    async def floods(_: object, __: object, context: grpc.aio.ServicerContext[object, object]) -> None:
+        nonlocal written
+        while True:
+            await context.write(Response(token_ids=[5], position=written, logprobs=[large]))
+            written += 1
+
+    async with house(model, floods) as h:
+        call = h.stub.Generate(ask("x"))
+        await call.read()
+        last = -1
+        while last != written:
+            last = written
+            await asyncio.sleep(0.3)
+        assert written < 300, "200 KB each: decode waits for the client within some megabytes"
+        call.cancel()
+
+
+async def test_models_and_status_are_told(model: ServedModel) -> None:
+    async with house(model, tokens([5]), num_prefills=1, max_model_len=300) as h:
+        [listed] = (await h.stub.ListModels(gateway_pb2.ListModelsRequest())).models
+        assert (listed.id, listed.max_model_len, list(listed.eos_token_ids)) == ("m", 300, sorted(model.eos_token_ids))
+        h.prefills[0].load.change(ready=False)
+        await h.until(lambda: not h.gateway.pools.instances["p0"].available)
+        status = await h.stub.GetStatus(gateway_pb2.GetStatusRequest())
+        states = {instance.name: (instance.role, instance.available, instance.reason) for instance in status.instances}
+        assert states == {"d0": (gateway_pb2.INSTANCE_ROLE_DECODE, True, ""), "p0": (gateway_pb2.INSTANCE_ROLE_PREFILL, False, "not ready")}
+        assert status.instances[0].load.num_blocks == 1000
+        assert not status.draining
+
+
+async def test_a_worker_with_another_vocabulary_is_not_used(model: ServedModel) -> None:
+    async with house(model, tokens([5])) as h:
+        h.decodes[0].load.change(vocab_size=17)
+        await h.until(lambda: "vocabulary has 17 tokens" in h.gateway.pools.instances["d0"].reason)
+        with pytest.raises(StatusError) as refused:
+            await h.generate(ask("x"))
+        assert refused.value.reason == "NO_DECODE"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 import grpc
@@ -81,6 +81,8 @@ class Chat:
 
     def run(self, read_line: Callable[[str], str] = input) -> None:
         """Reads lines and answers them until the end of input. Raises UserError when the gateway cannot be reached at the first turn."""
+        with suppress(ImportError):  # gives `input` a history and line editing, where Python was built with it
+            import readline  # noqa: F401
         self._console.print("Ctrl-C cancels an answer, /reset forgets the conversation, Ctrl-D or /exit ends.", style="dim", highlight=False)
         with asyncio.Runner() as runner:
             channel = runner.run(_open(self._options.target))
@@ -98,6 +100,7 @@ class Chat:
                 self._console.print()
                 continue
             except EOFError:
+                self._console.print()
                 return None
             if line == "/exit":
                 return None

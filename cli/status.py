@@ -51,15 +51,18 @@ async def print_status(target: str, timeout_s: float, console: Console) -> None:
             raise told(StatusError.of(error), target) from None
     counts = f"{status.num_requests_running} running, {status.num_requests_waiting} in the queue"
     console.print(f"gateway {target}, version {status.version}: {counts}{', draining' if status.draining else ''}", highlight=False)
+    models = sorted({instance.load.model for instance in status.instances if instance.load.model})
+    console.print(f"model {', '.join(models) or 'unknown'}", highlight=False)
     console.print(_instances(status))
+    console.print("moving: KV on its way or held for a reader; backlog: prompt tokens not yet computed", style="dim", highlight=False)
 
 
 def _instances(status: gateway_pb2.GetStatusResponse) -> Table:
     table = Table(header_style="bold", box=None, pad_edge=False)
-    for name, justify in (("instance", "left"), ("pool", "left"), ("state", "left"), ("model", "left")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    for name in ("running", "waiting", "hand-over", "backlog", "blocks used"):
-        table.add_column(name, justify="right")
+    for name in ("instance", "pool", "state"):
+        table.add_column(name, no_wrap=True)
+    for name in ("running", "waiting", "moving", "backlog", "blocks used"):
+        table.add_column(name, justify="right", no_wrap=True)
     for instance in sorted(status.instances, key=lambda one: (-one.role, one.name)):
         load = instance.load
         used = f"{load.num_blocks - load.num_free_blocks} / {load.num_blocks}" if load.num_blocks else "-"
@@ -67,11 +70,10 @@ def _instances(status: gateway_pb2.GetStatusResponse) -> Table:
             Text(instance.name),
             _ROLES.get(instance.role, "?"),
             Text("ready", "green") if instance.available else Text(instance.reason or "not available", "red"),
-            Text(load.model),
             str(load.num_requests_running),
             str(load.num_requests_waiting),
             str(load.num_requests_in_handover),
-            f"{load.prefill_backlog_tokens} tok",
+            str(load.prefill_backlog_tokens),
             used,
         )
     return table

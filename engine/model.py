@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
@@ -97,14 +98,15 @@ def _load_module(directory: Path, config: PretrainedConfig, dtype: torch.dtype, 
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported below, by name
         )
-    except (OSError, RuntimeError, ValueError, KeyError) as error:
+    except (SafetensorError, OSError, RuntimeError, ValueError, KeyError) as error:
         raise ModelError(f"{directory}: {error}") from error
     module, report = loaded
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if names := report.get(kind):
-            shown = ", ".join(sorted(str(name) for name in names)[:8])
-            raise ModelError(f"{directory}: {len(names)} {kind.split('_')[0]} tensors: {shown}")
+            shown = sorted(name if isinstance(name, str) else f"{name[0]} {tuple(name[1])} for {tuple(name[2])}" for name in names)
+            raise ModelError(f"{directory}: {len(names)} {kind.split('_')[0]} tensors: {', '.join(shown[:8])}")
     return module.eval().requires_grad_(False)
 
 

@@ -32,10 +32,12 @@ _BY_FAMILY: dict[str, dict[str, Any]] = {
 }
 
 
-def write_tiny_model(directory: Path, family: str = "llama", *, dtype: torch.dtype = torch.float32, seed: int = 0, **overrides: Any) -> Path:
+def write_tiny_model(
+    directory: Path, family: str = "llama", *, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 0.2, **overrides: Any
+) -> Path:
     """Writes a checkpoint of `family` ("llama" or "qwen3") into `directory` and returns it; the same arguments give the same bytes.
 
-    Weights are wide enough (standard deviation 0.2) that greedy output is not one token repeated. `overrides` go into config.json.
+    `scale` is the weights' standard deviation; the default is wide enough that greedy output is not one token repeated. `overrides` go into config.json.
     """
     directory.mkdir(parents=True, exist_ok=True)
     fields = {**_COMMON, **_BY_FAMILY[family], **overrides}
@@ -45,9 +47,8 @@ def write_tiny_model(directory: Path, family: str = "llama", *, dtype: torch.dty
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.normal_(0.0, 0.2) if parameter.dim() > 1 else parameter.uniform_(0.8, 1.2)
-                del name
+            for parameter in model.parameters():
+                parameter.normal_(0.0, scale) if parameter.dim() > 1 else parameter.uniform_(0.8, 1.2)
     tensors = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if not (config.tie_word_embeddings and name == "lm_head.weight")}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     stored = json.loads(config.to_json_string(use_diff=False))

@@ -1,0 +1,130 @@
+"""Paged attention against a float64 reference, and bit for bit against itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.attention import AttentionBackend, TorchAttention, attend_causal
+from engine.kernels.build import KernelBuildError, build_shared_library
+from engine.kernels.native import SOURCE, NativeAttention
+from tests.support.torch_steps import packed_batch
+
+NUM_BLOCKS, NUM_LAYERS, LAYER = 64, 3, 1
+TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+"""Largest error of an output element, for values of magnitude 1: rounding of the output (half an ulp at 2) and, in float32, of the sums."""
+
+
+def _pool(block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """Full of NaN: a slot that is read before it is written shows."""
+    return torch.full((NUM_BLOCKS, NUM_LAYERS, 2, block_size, num_kv_heads, head_dim), torch.nan, dtype=dtype)
+
+
+def _native(pool: torch.Tensor, num_heads: int, kernel_cache: Path, num_threads: int = 1) -> NativeAttention:
+    return NativeAttention(pool, num_heads, num_threads, kernel_cache, "c++")
+
+
+def _run(backend: AttentionBackend, chunks: list[tuple[int, int, list[int]]], qkv: list[torch.Tensor]) -> torch.Tensor:
+    out = torch.zeros_like(qkv[0])
+    backend.begin(packed_batch(chunks))
+    query, key, value = qkv
+    backend.attend(LAYER, query, key, value, out, query.shape[-1] ** -0.5)
+    return out
+
+
+def _random_qkv(num_tokens: int, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(num_tokens, heads, head_dim, generator=generator).to(dtype) for heads in (num_heads, num_kv_heads, num_kv_heads)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("num_heads", "num_kv_heads", "head_dim", "block_size"), [(9, 3, 64, 16), (6, 2, 32, 8), (4, 4, 80, 32), (16, 1, 128, 16), (40, 1, 16, 16)]
+)
+@pytest.mark.parametrize("name", ["native", "torch"])
+def test_output_is_near_the_float64_reference(
+    kernel_cache: Path, name: str, dtype: torch.dtype, num_heads: int, num_kv_heads: int, head_dim: int, block_size: int
+) -> None:
+    pool = _pool(block_size, num_kv_heads, head_dim, dtype)
+    backend = _native(pool, num_heads, kernel_cache) if name == "native" else TorchAttention(pool)
+    num_tokens = 203
+    qkv = _random_qkv(num_tokens, num_heads, num_kv_heads, head_dim, dtype)
+    table = torch.randperm(NUM_BLOCKS)[: -(-num_tokens // block_size)].tolist()
+    out = _run(backend, [(0, num_tokens, table)], qkv)
+    query, keys, values = (tensor.double() for tensor in qkv)
+    expected = attend_causal(query * head_dim**-0.5, keys, values, 0)
+    assert (out.double() - expected).abs().max() < TOLERANCE[dtype] * values.abs().max()
+    assert pool[:, [layer for layer in range(NUM_LAYERS) if layer != LAYER]].isnan().all(), "another layer was written"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cut", [[1] * 203, [7, 64, 1, 100, 31], [16] * 12 + [11], [202, 1]])
+def test_native_bits_do_not_depend_on_the_cut_into_chunks(kernel_cache: Path, dtype: torch.dtype, cut: list[int]) -> None:
+    qkv = _random_qkv(203, 9, 3, 64, dtype)
+    table = list(range(20, 33))
+    whole = _run(_native(_pool(16, 3, 64, dtype), 9, kernel_cache), [(0, 203, table)], qkv)
+    backend = _native(_pool(16, 3, 64, dtype), 9, kernel_cache)
+    parts, first = [], 0
+    for size in cut:
+        parts.append(_run(backend, [(first, size, table)], [tensor[first : first + size] for tensor in qkv]))
+        first += size
+    assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 3])
+def test_native_bits_do_not_depend_on_batch_order_blocks_or_threads(kernel_cache: Path, num_threads: int) -> None:
+    lengths = [1, 40, 203, 65]
+    alone, inputs = [], []
+    for seed, length in enumerate(lengths):
+        inputs.append(_random_qkv(length, 6, 2, 32, torch.float32, seed))
+        alone.append(_run(_native(_pool(16, 2, 32, torch.float32), 6, kernel_cache), [(0, length, list(range(13)))], inputs[-1]))
+    order = [2, 0, 3, 1]
+    tables = {index: [index * 13 + place for place in reversed(range(13))] for index in order}
+    backend = _native(_pool(16, 2, 32, torch.float32), 6, kernel_cache, num_threads)
+    together = _run(
+        backend, [(0, lengths[index], tables[index]) for index in order], [torch.cat([inputs[index][part] for index in order]) for part in range(3)]
+    )
+    start = 0
+    for index in order:
+        assert torch.equal(together[start : start + lengths[index]], alone[index])
+        start += lengths[index]
+
+
+def test_a_broken_later_token_leaves_earlier_ones_alone(kernel_cache: Path) -> None:
+    qkv = _random_qkv(40, 6, 2, 32, torch.float32)
+    clean = _run(_native(_pool(16, 2, 32, torch.float32), 6, kernel_cache), [(0, 40, [0, 1, 2])], qkv)
+    qkv[1][37], qkv[2][37] = torch.nan, torch.inf
+    dirty = _run(_native(_pool(16, 2, 32, torch.float32), 6, kernel_cache), [(0, 40, [0, 1, 2])], qkv)
+    assert torch.equal(dirty[:37], clean[:37])
+    assert dirty[37:].isnan().all(), "a token that sees NaN must show it"
+
+
+def test_padding_rows_write_no_kv(kernel_cache: Path) -> None:
+    pool = _pool(16, 2, 32, torch.float32)
+    out = _run(_native(pool, 6, kernel_cache), [(0, 5, [3])], _random_qkv(16, 6, 2, 32, torch.float32))
+    assert out[5:].eq(0).all()
+    written = ~pool.isnan()
+    assert written[3, LAYER, :, :5].all()
+    assert written.sum() == 2 * 5 * 2 * 32
+
+
+def test_native_without_a_compiler_says_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(KernelBuildError, match=r"no C\+\+ compiler 'no-such-compiler'.*attention_backend"):
+        NativeAttention(_pool(16, 2, 32, torch.float32), 6, 1, tmp_path, "no-such-compiler")
+
+
+def test_a_kernel_is_compiled_once(kernel_cache: Path) -> None:
+    first = build_shared_library(SOURCE, kernel_cache, "c++")
+    changed = first.stat().st_mtime_ns
+    assert build_shared_library(SOURCE, kernel_cache, "c++") == first
+    assert first.stat().st_mtime_ns == changed
+    assert [path.name for path in first.parent.iterdir()] == [first.name], "a scratch directory was left"
+
+
+def test_a_cache_that_others_may_write_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels").chmod(0o777)
+    with pytest.raises(KernelBuildError, match="others may write"):
+        build_shared_library(SOURCE, tmp_path, "c++")

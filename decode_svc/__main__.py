@@ -26,7 +26,7 @@ async def register(worker: Worker, settings: DecodeSettings) -> AsyncIterator[No
     executor = ThreadPoolExecutor(1, thread_name_prefix="kv-copy")
     peers = PrefillPeers(parse_targets(settings.prefill), worker.engine.kv_cache.blocks, executor, settings.reading())
     pool = DecodePool(worker.engine, peers, quarantine, settings.policy(), worker.metrics, PrefillPace(), settings.max_request_time_s)
-    DecodeServicer(pool, worker.load).add_to(worker.server)
+    DecodeServicer(pool, worker.load, max_active_requests=settings.max_active_requests).add_to(worker.server)
     try:
         yield
     finally:

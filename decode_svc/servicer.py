@@ -13,6 +13,7 @@ from decode_svc.pool import DecodePool
 from rpc.errors import failed_precondition
 from rpc.server import RpcServer
 from tandem.v1 import decode_pb2, decode_pb2_grpc
+from worker.active import ActiveRequests
 from worker.load import LoadWatch, memory_report
 from worker.statuses import engine_errors
 
@@ -23,21 +24,18 @@ AnyContext = grpc.aio.ServicerContext[Any, Any]
 class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
     """Serves one pool. Every Generate RPC is the reservation of its blocks."""
 
-    def __init__(self, pool: DecodePool, load: LoadWatch) -> None:
+    def __init__(self, pool: DecodePool, load: LoadWatch, *, max_active_requests: int = 1024) -> None:
         self._pool = pool
         self._load = load
-        self._num_active_rpcs = 0
+        self._active = ActiveRequests(max_active_requests)
 
     async def Generate(self, request: decode_pb2.DecodeServiceGenerateRequest, context: AnyContext) -> None:
         """See decode.proto."""
-        self._num_active_rpcs += 1
-        try:
+        with self._active.one():
             name = request.prefill_instance
             if name and name not in self._pool.peers:
                 raise failed_precondition("this instance knows no such prefill instance", {"prefill_instance": name[:256]}, reason="UNKNOWN_INSTANCE")
             await Generation(self._pool, Job.of(request, self._pool.engine.model), name, context).run()
-        finally:
-            self._num_active_rpcs -= 1
 
     async def WatchLoad(self, request: decode_pb2.DecodeServiceWatchLoadRequest, context: AnyContext) -> None:
         """See decode.proto."""
@@ -52,7 +50,7 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
         with engine_errors():
             report = await self._pool.engine.report()
         num_reservations = report.sequences_by_state.get("waiting_for_kv", 0)
-        memory = memory_report(report, num_holds=num_reservations, num_active_rpcs=self._num_active_rpcs)
+        memory = memory_report(report, num_holds=num_reservations, num_active_rpcs=self._active.num)
         return decode_pb2.DecodeServiceGetMemoryReportResponse(memory=memory)
 
     def add_to(self, server: RpcServer) -> None:

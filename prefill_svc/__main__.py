@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     @asynccontextmanager
     async def register(worker: Worker) -> AsyncIterator[None]:
         pool = open_pool(worker.engine, worker.metrics, max_reader_stop_s=settings.max_reader_stop_s)
-        PrefillServicer(pool, worker.load).add_to(worker.server)
+        PrefillServicer(pool, worker.load, max_active_requests=settings.max_active_requests).add_to(worker.server)
         try:
             yield
         finally:

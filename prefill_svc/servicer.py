@@ -15,6 +15,7 @@ from prefill_svc.prompt import check_prompt
 from rpc.errors import aborted, failed_precondition, invalid_argument
 from rpc.server import RpcServer
 from tandem.v1 import prefill_pb2, prefill_pb2_grpc
+from worker.active import ActiveRequests
 from worker.load import LoadWatch, memory_report
 from worker.statuses import engine_errors
 
@@ -25,21 +26,18 @@ AnyContext = grpc.aio.ServicerContext[Any, Any]
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """Serves one pool. Every Prefill RPC is the hold on its blocks."""
 
-    def __init__(self, pool: PrefillPool, load: LoadWatch) -> None:
+    def __init__(self, pool: PrefillPool, load: LoadWatch, *, max_active_requests: int = 1024) -> None:
         self._pool = pool
         self._load = load
-        self._num_active_rpcs = 0
+        self._active = ActiveRequests(max_active_requests)
 
     async def Prefill(self, request_iterator: object, context: AnyContext) -> None:
         """See prefill.proto."""
-        self._num_active_rpcs += 1
-        try:
+        with self._active.one():
             request = await context.read()
             if request is grpc.aio.EOF or request.WhichOneof("step") != "start":
                 raise invalid_argument("step", "the first message must be start")
             await Conversation(self._pool, check_prompt(request.start, self._pool), context).run()
-        finally:
-            self._num_active_rpcs -= 1
 
     async def ReadKv(self, request: prefill_pb2.ReadKvRequest, context: AnyContext) -> None:
         """See prefill.proto. Its responses are messages already made: bytes."""
@@ -66,7 +64,7 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         """See prefill.proto."""
         with engine_errors():
             report = await self._pool.engine.report()
-        memory = memory_report(report, num_holds=len(self._pool.holds), num_active_rpcs=self._num_active_rpcs)
+        memory = memory_report(report, num_holds=len(self._pool.holds), num_active_rpcs=self._active.num)
         return prefill_pb2.PrefillServiceGetMemoryReportResponse(memory=memory)
 
     def add_to(self, server: RpcServer) -> None:

@@ -37,6 +37,8 @@ class WorkerSettings(ServiceSettings):
     """Most tokens in one step."""
     max_prefill_tokens_per_step: Positive = 512
     """Of which prompt tokens."""
+    max_active_requests: Positive = 1024
+    """Most requests that the worker has in hand, waiting ones included; more are refused with RESOURCE_EXHAUSTED."""
     reserve_output_tokens: Positive = 256
     """Output tokens that a reservation counts for."""
     enable_prefix_caching: bool = True

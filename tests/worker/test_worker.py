@@ -23,7 +23,7 @@ from engine.proto import FieldError
 from engine.sampling_params import SamplingParams
 from engine.sequence import SequenceKind, SequenceSpec
 from prefill_svc.settings import PrefillSettings
-from rpc.errors import StartupError
+from rpc.errors import StartupError, StatusError
 from rpc.service import Service
 from rpc.settings import load_settings
 from tandem.v1 import decode_pb2, decode_pb2_grpc
@@ -31,6 +31,7 @@ from telemetry.metrics import WorkerMetrics
 from tests.support.cluster import until
 from tests.support.engines import collect, fake_engine, running_fake_engine
 from tests.support.fake_device import FakeDevice
+from worker.active import ActiveRequests
 from worker.probe import EngineProbe
 from worker.service import Worker, serve_worker
 from worker.statuses import status_of
@@ -149,6 +150,16 @@ def test_engine_errors_have_their_statuses(error: Exception, code: str, reason: 
     status = status_of(error)
     assert (status.code.name, status.reason) == (code, reason)
     assert "secret" not in status.message
+
+
+def test_requests_in_hand_are_bounded() -> None:
+    active = ActiveRequests(1)
+    with active.one():
+        with pytest.raises(StatusError, match="RESOURCE_EXHAUSTED"), active.one():
+            pass
+        assert active.num == 1
+    with active.one():
+        assert active.num == 1
 
 
 def test_targets_are_a_list_of_names_and_addresses() -> None:

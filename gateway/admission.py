@@ -140,10 +140,13 @@ class Admission:
             ticket.route.computing.backlog.finished(ticket.demand.num_prompt_tokens)
             self.pump()
 
-    def reserved(self, ticket: Ticket, num_charged_blocks: int) -> None:
-        """Decode has answered with the real charge."""
-        self._ledger.correct(ticket.key, num_charged_blocks)
-        self.pump()
+    def answered(self, ticket: Ticket, num_charged_blocks: int | None) -> None:
+        """Decode has answered, with the real charge where it reserved."""
+        if num_charged_blocks is None:
+            self._ledger.answered(ticket.key)
+        else:
+            self._ledger.correct(ticket.key, num_charged_blocks)
+            self.pump()
 
     def can_serve(self, demand: Demand) -> bool:
         """Whether waiting for a place may be of use."""

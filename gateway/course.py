@@ -15,7 +15,7 @@ import grpc
 from gateway.admission import Admission, Refused, Ticket
 from gateway.chat_template import ChatTemplateError
 from gateway.completion import BrokenStreamError, Completion
-from gateway.failures import client_status, is_gone, is_short_of_blocks, refusal_status
+from gateway.failures import client_status, is_short_of_room, may_go_elsewhere, refusal_status
 from gateway.limits import RequestLimits
 from gateway.permits import Permits
 from gateway.pools import Pools
@@ -233,7 +233,9 @@ class Course:
         while (message := await _read(call)) is not None:
             progress.received(message)
             if message.HasField("reservation"):
-                admission.reserved(ticket, message.reservation.num_charged_blocks)
+                admission.answered(ticket, message.reservation.num_charged_blocks)
+            elif progress.num_messages == 1:
+                admission.answered(ticket, None)
             if message.HasField("prompt") or message.token_ids:
                 admission.prompt_done(ticket)
             if completion.finished:
@@ -250,11 +252,11 @@ class Course:
     def _after(self, failure: StatusError, ticket: Ticket) -> Exception:
         """What follows from a failed call."""
         progress, remaining_s = self._progress, self._remaining_s()
-        if is_short_of_blocks(failure) and progress.num_sent == 0:
+        if is_short_of_room(failure) and progress.num_sent == 0:
             self._permits.refused_by_decode(ticket)
             return _TryAgain(ticket.demand)
         _LOG.warning("decode instance %s failed: %s", ticket.route.decode.name if ticket.route is not None else "", failure)
-        if is_gone(failure) and progress.num_messages == 0 and remaining_s > 2 * HOP_MARGIN_S:
+        if may_go_elsewhere(failure) and progress.num_messages == 0 and remaining_s > 2 * HOP_MARGIN_S:
             elsewhere = self._elsewhere(ticket)
             if elsewhere is not None:
                 return elsewhere

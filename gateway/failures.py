@@ -15,14 +15,14 @@ _PASSED_ON = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDIT
 _GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.ABORTED)
 
 
-def is_short_of_blocks(failure: StatusError) -> bool:
-    """Decode had no blocks: the request goes back to the queue."""
-    return failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED and failure.reason == "NO_KV_BLOCKS"
+def is_short_of_room(failure: StatusError) -> bool:
+    """Decode had no blocks, or as many sequences as it takes: the request goes back to the queue."""
+    return failure.code is grpc.StatusCode.RESOURCE_EXHAUSTED and failure.reason in ("NO_KV_BLOCKS", "NO_SEQUENCE_SLOT")
 
 
-def is_gone(failure: StatusError) -> bool:
-    """Decode cannot be reached, drains or died."""
-    return failure.code in _GONE
+def may_go_elsewhere(failure: StatusError) -> bool:
+    """Decode cannot be reached, drains or died; a hand-over that failed has used up its budget of attempts there."""
+    return failure.code in _GONE and failure.reason != "HANDOVER_FAILED"
 
 
 def client_status(failure: StatusError, *, remaining_s: float, phase: str, num_messages: int) -> StatusError:
@@ -33,7 +33,7 @@ def client_status(failure: StatusError, *, remaining_s: float, phase: str, num_m
         return failure
     if failure.code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return deadline_exceeded(failure.metadata.get("phase", phase))
-    if is_gone(failure):
+    if failure.code in _GONE:
         if failure.reason:
             return unavailable(failure.reason, failure.message, failure.retry_after_s or _RETRY_AFTER_S)
         lost = ("DECODE_LOST", "the decode instance was lost") if num_messages else ("NO_DECODE", "no decode instance could be reached")

@@ -81,6 +81,11 @@ class Instance:
         reported = load.num_requests_running + load.num_requests_waiting + load.num_requests_in_handover if load is not None else 0
         return max(self.num_own_requests, reported + self.num_own_requests - self._own_at_report, 0)
 
+    @property
+    def has_place(self) -> bool:
+        """One more sequence would be computed and not wait there; the queue is at the gateway."""
+        return self.load is not None and self.num_requests < (self.load.max_num_seqs or self.num_requests + 1)
+
     def pairs_with(self, other: Instance) -> bool:
         """Whether KV can go from one to the other: their layouts are known and equal."""
         return self.load is not None and other.load is not None and bool(self.load.layout == other.load.layout)

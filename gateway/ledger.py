@@ -95,6 +95,12 @@ class Ledger:
             entry.num_blocks, entry.reserved = num_blocks, True
             self._count(entry, num_blocks)
 
+    def answered(self, key: str) -> None:
+        """Decode works on it without a figure of its own: the forecast stands, and its reports count the blocks."""
+        entry = self._entries.get(key)
+        if entry is not None and not entry.reserved:
+            self.correct(key, entry.num_blocks)
+
     def close(self, key: str) -> None:
         """Gives back; idempotent."""
         entry = self._entries.pop(key, None)

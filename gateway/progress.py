@@ -89,7 +89,8 @@ class Progress:
                 self.trailers["tandem-prefill-instance"] = message.prompt.prefill_instance
                 self._span.set_attribute(spans.PREFILL_INSTANCE, message.prompt.prefill_instance)
         if message.HasField("handover"):
-            self.trailers["tandem-kv-transport"] = message.handover.transport
+            if message.handover.transport:
+                self.trailers["tandem-kv-transport"] = message.handover.transport
             self.trailers["tandem-kv-bytes"] = str(message.handover.kv_bytes)
 
     def sending(self, num_tokens: int, completion: Completion) -> None:

@@ -59,6 +59,7 @@ class Waiting(Enum):
     KV_TOKENS = "max_total_kv_tokens"
     PREFILL_BACKLOG = "max_prefill_backlog_tokens"
     REQUESTS = "max_active_requests"
+    SEQUENCES = "max_num_seqs"
 
 
 class Router:
@@ -86,7 +87,10 @@ class Router:
         with_room = [decode for decode in decodes if self._could_hold(demand, decode) and demand.num_blocks(decode) <= self._ledger.room(decode.name)]
         if not with_room:
             return Waiting.KV_BLOCKS
-        for decode in sorted(with_room, key=lambda d: (d.num_requests, -self._ledger.room(d.name), d.name)):
+        with_place = [decode for decode in with_room if decode.has_place]
+        if not with_place:
+            return Waiting.SEQUENCES
+        for decode in sorted(with_place, key=lambda d: (d.num_requests, -self._ledger.room(d.name), d.name)):
             computing = self.computing_for(decode)
             if computing is not None and computing.backlog.num_tokens <= self._max_backlog:
                 return Route(decode, None if computing is decode else computing)

@@ -95,7 +95,7 @@ def test_a_release_a_correction_and_a_report_wake_the_head() -> None:
         if wake == "end":
             desk.admission.end(first)
         elif wake == "reserved":
-            desk.admission.reserved(first, 1)
+            desk.admission.answered(first, 1)
         else:
             desk.report("d0", Role.DECODE, num_blocks=8, num_free_blocks=8)
         assert routed(second), wake
@@ -163,6 +163,14 @@ def test_an_empty_pool_refuses_new_requests_and_those_that_wait() -> None:
         with pytest.raises(Refused, match=reason):
             desk.offer()
         assert desk.admission.num_waiting == 0
+
+
+def test_requests_wait_at_the_gateway_when_decode_has_no_place_for_a_sequence() -> None:
+    desk = Desk(max_num_seqs=2)
+    tickets = [desk.offer() for _ in range(3)]
+    assert (routed(tickets[1]), routed(tickets[2]), tickets[2].waited_for) == (True, False, Waiting.SEQUENCES)
+    desk.admission.end(tickets[0])
+    assert routed(tickets[2])
 
 
 def test_limits_on_requests_and_on_tokens_make_requests_wait() -> None:
@@ -286,7 +294,7 @@ def test_whatever_happens_nothing_is_over_committed_lost_or_left(data: st.DataOb
                 ticket = data.draw(st.sampled_from(live))
                 if ticket.route is not None and ticket.key not in reserved:
                     reserved.add(ticket.key)
-                    desk.admission.reserved(ticket, data.draw(st.integers(0, ticket.demand.num_blocks(ticket.route.decode))))
+                    desk.admission.answered(ticket, data.draw(st.integers(0, ticket.demand.num_blocks(ticket.route.decode))))
             case "refuse" if live:
                 desk.admission.refused_by_decode(data.draw(st.sampled_from(live)))
             case "down":

@@ -36,6 +36,16 @@ def test_decodes_figure_replaces_the_forecast() -> None:
     ledger.assert_nothing_held()
 
 
+def test_an_answer_without_a_figure_leaves_the_forecast_and_the_report_counts_it() -> None:
+    ledger = Ledger()
+    ledger.report("d", num_blocks=10, num_free=10)
+    ledger.open("a", "d", "t", 4)
+    ledger.answered("a")
+    ledger.answered("b")
+    ledger.report("d", num_blocks=10, num_free=6)
+    assert (ledger.room("d"), ledger.num_used("d")) == (6, 4)
+
+
 def test_more_than_there_is_room_for_is_not_promised() -> None:
     ledger = Ledger()
     with pytest.raises(ValueError, match="room for 0"):

@@ -311,11 +311,16 @@ async def test_another_decode_instance_is_tried_once_before_the_first_message(mo
             await h.generate(ask("x"))
         assert (failed.value.code, failed.value.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
         assert sum(len(decode.requests) for decode in h.decodes) == 2
+    spent = fails(unavailable("HANDOVER_FAILED", "no", 1.0))
+    async with house(model, spent, spent) as h:
+        with pytest.raises(StatusError, match="UNAVAILABLE"):
+            await h.generate(ask("x"))
+        assert sum(len(decode.requests) for decode in h.decodes) == 1, "its budget is spent"
 
 
-async def test_decode_without_blocks_puts_the_request_back_in_front(model: ServedModel) -> None:
-    no_blocks = exhausted("NO_KV_BLOCKS", "no", None)
-    async with house(model, fails(no_blocks)) as h:
+@pytest.mark.parametrize("reason", ["NO_KV_BLOCKS", "NO_SEQUENCE_SLOT"])
+async def test_decode_without_room_puts_the_request_back_in_front(reason: str, model: ServedModel) -> None:
+    async with house(model, fails(exhausted(reason, "no", None))) as h:
         first = asyncio.create_task(h.generate(ask("first")))
         await h.until(lambda: len(h.decodes[0].requests) >= 1)
         h.decodes[0].script = tokens([5])

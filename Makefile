@@ -57,8 +57,9 @@ lint: venv ## ruff, mypy --strict, buf lint
 	@cd protos && ../$(BIN)/buf lint
 
 check-offline: model ## the demo in an empty network namespace
-	@echo "check-offline: about 40 seconds; needs the right to make a network namespace."
-	@unshare --net --map-root-user -- sh -c 'ip link set lo up && exec $(BIN)/tandem demo --model $(MODEL) --target check-offline $(if $(QUICK),--short)'
+	@command -v ip unshare >/dev/null || { echo "check-offline needs ip and unshare (packages iproute2 and util-linux)"; exit 2; }
+	@echo "check-offline: about 40 seconds, in a network namespace that holds nothing but a loopback interface."
+	@unshare --net $$([ "$$(id -u)" = 0 ] || echo --map-root-user) -- sh -c 'ip link set lo up && exec $(BIN)/tandem demo --model $(MODEL) --target check-offline $(if $(QUICK),--short)'
 
 check-oracle: model ## split serving equals one process, token for token
 	@$(BIN)/python -m checks.oracle --model $(MODEL)

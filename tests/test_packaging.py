@@ -16,7 +16,7 @@ import yaml
 
 _ROOT = Path(__file__).parent.parent
 _DECLARED = frozenset(
-    [
+    {
         "accelerate",
         "gguf",
         "google",
@@ -39,7 +39,7 @@ _DECLARED = frozenset(
         "uvloop",
         "xxhash",
         "yaml",
-    ]
+    }
 )
 """Modules of the packages in pyproject.toml's base and extras."""
 _NOT_SHIPPED = {"tests", "checks", "bench", "simulate"}

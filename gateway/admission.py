@@ -201,7 +201,7 @@ class Admission:
             ticket.waited_for = ticket.waited_for or route
             return False
         self._unqueue(ticket)
-        self._ledger.open(ticket.key, route.decode.name, ticket.tenant, ticket.demand.num_blocks(route.decode))
+        self._ledger.open(ticket.key, route.decode.name, ticket.tenant, self._router.num_blocks(ticket.demand, route.decode))
         self._active.add(ticket.key)
         ticket.route, ticket.num_kv_tokens, ticket.prompt_pending = route, ticket.demand.num_kv_tokens(route.decode), True
         self._num_active_tokens += ticket.num_kv_tokens

@@ -172,7 +172,7 @@ class Course:
                     attempt.demand,
                     priority=request.priority,
                     arrival=attempt.arrival,
-                    timeout_s=self._remaining_s() - HOP_MARGIN_S,
+                    timeout_s=self.remaining_s() - HOP_MARGIN_S,
                     again=attempt.again,
                 )
                 try:
@@ -213,7 +213,7 @@ class Course:
         try:
             with outgoing(_DECODE_METHOD, attributes={spans.SERVER_ADDRESS: route.decode.name}) as (metadata, _):
                 stub = decode_pb2_grpc.DecodeServiceStub(self._parts.pools.decode_channel(route.decode.name))
-                call = stub.Generate(message, timeout=next_hop_s(self._remaining_s(), "route"), metadata=metadata)
+                call = stub.Generate(message, timeout=next_hop_s(self.remaining_s(), "route"), metadata=metadata)
                 try:
                     await self._forward(call, completion, ticket)
                 finally:
@@ -251,7 +251,7 @@ class Course:
 
     def _after(self, failure: StatusError, ticket: Ticket) -> Exception:
         """What follows from a failed call."""
-        progress, remaining_s = self._progress, self._remaining_s()
+        progress, remaining_s = self._progress, self.remaining_s()
         if is_short_of_room(failure) and progress.num_sent == 0:
             self._permits.refused_by_decode(ticket)
             return _TryAgain(ticket.demand)
@@ -273,7 +273,8 @@ class Course:
         self._parts.metrics.admission_rejections(refused.reason).inc()
         return refusal_status(refused)
 
-    def _remaining_s(self) -> float:
+    def remaining_s(self) -> float:
+        """Seconds until the request's end is due."""
         return self._ends_at - time.monotonic()
 
 

@@ -12,6 +12,7 @@ import grpc
 from gateway.course import Call, Course, Parts
 from gateway.progress import Progress
 from gateway.validation import check_request
+from rpc.deadline import HOP_MARGIN_S
 from rpc.errors import StatusError, already_exists, deadline_exceeded
 from rpc.logs import request_id as logged_request_id
 from tandem.v1 import gateway_pb2
@@ -44,8 +45,8 @@ class Generations:
             code = grpc.StatusCode.DEADLINE_EXCEEDED
             raise _with_trailers(deadline_exceeded(progress.phase), progress) from None
         except (asyncio.CancelledError, grpc.aio.InternalError):
-            # The client has left: told as a cancel, or by a message that could not be sent to it.
-            code = grpc.StatusCode.CANCELLED
+            # The client has left: told as a cancel, or by a message that could not be sent to it. Its deadline's end comes as a cancel too.
+            code = grpc.StatusCode.DEADLINE_EXCEEDED if course.remaining_s() <= HOP_MARGIN_S else grpc.StatusCode.CANCELLED
             raise
         finally:
             progress.ended(code, course.completion)

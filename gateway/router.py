@@ -84,7 +84,7 @@ class Router:
     def route(self, demand: Demand) -> Route | Waiting:
         """The least loaded pair with room, or what there is no room in."""
         decodes = self._with_prefill([decode for decode in self._available(Role.DECODE) if decode.name not in demand.excluded])
-        with_room = [decode for decode in decodes if self._could_hold(demand, decode) and demand.num_blocks(decode) <= self._ledger.room(decode.name)]
+        with_room = [decode for decode in decodes if self._could_hold(demand, decode) and self.num_blocks(demand, decode) <= self._ledger.room(decode.name)]
         if not with_room:
             return Waiting.KV_BLOCKS
         with_place = [decode for decode in with_room if decode.has_place]
@@ -96,12 +96,19 @@ class Router:
                 return Route(decode, None if computing is decode else computing)
         return Waiting.PREFILL_BACKLOG
 
+    def num_blocks(self, demand: Demand, decode: Instance) -> int:
+        """What decode will reserve by forecast: nothing for at most one token, which comes from prefill."""
+        return 0 if demand.max_new_tokens <= 1 and self._has_prefill_pool() else demand.num_blocks(decode)
+
     def computing_for(self, decode: Instance) -> Instance | None:
         """The instance to compute a prompt for `decode`: the paired prefill instance with the least backlog, decode itself when there is no prefill pool."""
-        if not any(instance.role is Role.PREFILL for instance in self._instances.values()):
+        if not self._has_prefill_pool():
             return decode
         paired = [prefill for prefill in self._available(Role.PREFILL) if prefill.pairs_with(decode)]
         return min(paired, key=lambda p: (p.backlog.num_tokens, p.num_requests, p.name), default=None)
+
+    def _has_prefill_pool(self) -> bool:
+        return any(instance.role is Role.PREFILL for instance in self._instances.values())
 
     def _with_prefill(self, decodes: list[Instance]) -> list[Instance]:
         return [decode for decode in decodes if self.computing_for(decode) is not None]
@@ -113,4 +120,4 @@ class Router:
         assert decode.load is not None, "an available instance has reported"
         fits_context = demand.num_prompt_tokens + demand.max_new_tokens <= decode.load.max_model_len
         fits_limit = self._max_total_kv_tokens is None or demand.num_kv_tokens(decode) <= self._max_total_kv_tokens
-        return fits_context and fits_limit and demand.num_blocks(decode) <= decode.load.num_blocks
+        return fits_context and fits_limit and self.num_blocks(demand, decode) <= decode.load.num_blocks

@@ -34,10 +34,10 @@ class Desk:
         self.ledger = Ledger()
         self.instances: dict[str, Instance] = {}
         self.load = load
-        router = Router(
+        self.router = Router(
             self.instances, self.ledger, max_prefill_backlog_tokens=limits.max_prefill_backlog_tokens, max_total_kv_tokens=limits.max_total_kv_tokens
         )
-        self.admission = Admission(limits, self.ledger, router, self.clock)
+        self.admission = Admission(limits, self.ledger, self.router, self.clock)
         self.names = itertools.count()
         for index in range(num_decodes):
             self.report(f"d{index}", Role.DECODE)
@@ -90,7 +90,7 @@ def test_a_release_a_correction_and_a_report_wake_the_head() -> None:
     for wake in ("end", "reserved", "report"):
         desk = Desk(num_blocks=4, num_free_blocks=4)
         first = desk.offer(num_prompt=32, max_new=16)
-        second = desk.offer(num_prompt=32, max_new=0)
+        second = desk.offer(num_prompt=30, max_new=2)
         assert (second.route, second.waited_for) == (None, Waiting.KV_BLOCKS)
         if wake == "end":
             desk.admission.end(first)
@@ -103,8 +103,8 @@ def test_a_release_a_correction_and_a_report_wake_the_head() -> None:
 
 def test_nobody_overtakes_the_head_and_priority_comes_before_arrival() -> None:
     desk = Desk(num_blocks=4, num_free_blocks=4)
-    running = desk.offer(num_prompt=33, max_new=0)
-    large, small, urgent = desk.offer(num_prompt=64, max_new=0), desk.offer(num_prompt=16, max_new=0), desk.offer(num_prompt=16, max_new=0, priority=-1)
+    running = desk.offer(num_prompt=32, max_new=16)
+    large, small, urgent = desk.offer(num_prompt=32, max_new=32), desk.offer(num_prompt=14, max_new=2), desk.offer(num_prompt=14, max_new=2, priority=-1)
     assert routed(urgent), "smaller is first"
     assert not routed(large) and not routed(small), "one block is free, and the head needs four"
     desk.admission.end(urgent)
@@ -143,13 +143,20 @@ def test_the_queue_is_bounded_in_requests_and_in_tokens() -> None:
 
 def test_what_can_never_fit_is_refused_at_once() -> None:
     for desk, fields in (
-        (Desk(num_blocks=4, num_free_blocks=4), {"num_prompt": 65, "max_new": 0}),
+        (Desk(num_blocks=4, num_free_blocks=4), {"num_prompt": 63, "max_new": 2}),
         (Desk(max_model_len=100), {"num_prompt": 50, "max_new": 51}),
         (Desk(limits=AdmissionLimits(max_total_kv_tokens=40)), {"num_prompt": 25, "max_new": 16}),
     ):
         with pytest.raises(Refused, match="TOO_LONG"):
             desk.offer(**fields)
         desk.admission.assert_nothing_held()
+
+
+def test_one_token_needs_no_blocks_of_decode_when_prefill_computes_it() -> None:
+    for num_prefills, used in ((1, 0), (0, 5)):
+        desk = Desk(num_prefills=num_prefills)
+        desk.offer(num_prompt=65, max_new=1)
+        assert desk.ledger.num_used("d0") == used
 
 
 def test_an_empty_pool_refuses_new_requests_and_those_that_wait() -> None:
@@ -294,7 +301,7 @@ def test_whatever_happens_nothing_is_over_committed_lost_or_left(data: st.DataOb
                 ticket = data.draw(st.sampled_from(live))
                 if ticket.route is not None and ticket.key not in reserved:
                     reserved.add(ticket.key)
-                    desk.admission.answered(ticket, data.draw(st.integers(0, ticket.demand.num_blocks(ticket.route.decode))))
+                    desk.admission.answered(ticket, data.draw(st.integers(0, desk.router.num_blocks(ticket.demand, ticket.route.decode))))
             case "refuse" if live:
                 desk.admission.refused_by_decode(data.draw(st.sampled_from(live)))
             case "down":

@@ -53,8 +53,8 @@ class HandoverAttempt:
             try:
                 with attempt_at(self._peer.name, self._context):
                     decode = await self._hand_over(reserved, handover)
-            except AttemptFailedError as failure:
-                self._record_transfer(handover, error=failure.reason)
+            except BaseException as error:
+                self._record_transfer(handover, error=error.reason if isinstance(error, AttemptFailedError) else "cancelled")
                 raise
             if decode is not None:
                 await stream_tokens(self._pool, self._output, reserved.stream, decode)

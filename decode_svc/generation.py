@@ -104,4 +104,5 @@ class Generation:
             self._output.handed_over(decode_pb2.HandoverReport())
             await stream_local(self._pool, job, self._output, stream, self._report(path), progress)
         finally:
+            progress.abandon()
             self._pool.engine.release(spec.seq_id)

@@ -163,12 +163,19 @@ class Engine:
             sequence = self._sequences[chunk.seq_id]
             if sequence.first_scheduled_ns is None:
                 sequence.first_scheduled_ns = now
-                self._tell(sequence, Scheduled(now, sequence.num_cached_tokens))
+                self._admit_reader(sequence)
+                self._tell(sequence, Scheduled(now, sequence.num_cached_tokens, tuple(sequence.block_ids)))
         self._last_step_started_ns = now
         self._last_step_ids = frozenset(chunk.seq_id for chunk in plan.chunks)
         result = self._device.execute(plan)
         self._update(plan, result, now)
         return True
+
+    def _admit_reader(self, sequence: Sequence) -> None:
+        """A prefill-only sequence's table is whole and frozen from here on: its reader's references can be taken with it."""
+        if sequence.spec.reader_id and sequence.spec.kind is SequenceKind.PREFILL_ONLY:
+            self.pool.acquire(f"reader:{sequence.spec.reader_id}", sequence.block_ids)
+            self._readers.add(sequence.spec.reader_id)
 
     def _update(self, plan: StepPlan, result: StepResult, started_ns: int) -> None:
         ended_ns = time.monotonic_ns()

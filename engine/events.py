@@ -14,6 +14,8 @@ class Scheduled:
     at_ns: int
     cached_tokens: int
     """Prompt tokens found in the prefix cache."""
+    block_ids: tuple[int, ...]
+    """Pool block ids of the sequence as allocated now; a sequence that decodes grows beyond them."""
 
 
 @dataclass(frozen=True, slots=True)

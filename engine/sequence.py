@@ -84,6 +84,9 @@ class SequenceSpec:
     """Smaller is served first."""
     hold: bool = True
     """PREFILL_ONLY: keep the blocks after the first token until the release; False: hand nothing over and finish."""
+    reader_id: str = ""
+    """PREFILL_ONLY: a reader that gets references of its own on all blocks with their allocation, so that it need not wait for the engine thread,
+    busy with the next chunk, when a chunk can be read. Its owner owes a `drop`, posted behind the sequence's release."""
 
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:

@@ -54,7 +54,7 @@ class InlineSource:
             task.cancel()
 
         try:
-            async with hold.reading(request.first_block, request.num_blocks, stop) as ids:
+            with hold.reading(request.first_block, request.num_blocks, stop) as ids:
                 await self._write_run(request, ids, write)
         except asyncio.CancelledError:
             # A cancel of the hold's own making is an answer to the peer; any other is the end of the RPC.

@@ -69,7 +69,7 @@ class MemoryReader:
             except HoldUnknownError as error:
                 raise SourceGoneError("the hold is closed") from error
             stop = threading.Event()
-            async with hold.reading(ready.first_block, ready.num_blocks, stop.set) as ids:
+            with hold.reading(ready.first_block, ready.num_blocks, stop.set) as ids:
                 await run_to_its_end(self._executor, lambda stop: _copy(pool.blocks, ids, self._blocks, to, stop), stop)
 
 

@@ -45,10 +45,10 @@ class Conversation:
         engine, spec = self._pool.engine, self._prompt.spec
         try:
             await failpoint(spans.PREFILL_QUEUE)
-            stream = engine.submit(spec)
             if self._prompt.source is not None:
                 num_to_read = self._prompt.num_blocks - self._prompt.num_cached_blocks
-                self._hold = self._pool.holds.open(spec.seq_id, host_of(self._context.peer()), self._prompt.num_cached_blocks, num_to_read)
+                self._hold = self._pool.holds.open(spec.reader_id, host_of(self._context.peer()), self._prompt.num_cached_blocks, num_to_read)
+            stream = engine.submit(spec)
             # Read on while computing: decode's end of input is its going away.
             self._next_request = asyncio.ensure_future(self._context.read())
             with engine_errors():
@@ -57,11 +57,13 @@ class Conversation:
                 if self._hold is not None:
                     await self._confirm(self._hold)
         finally:
+            self._progress.abandon()
             if self._next_request is not None:
                 self._next_request.cancel()
-            if self._hold is not None:
-                self._pool.holds.close(self._hold)
             engine.release(spec.seq_id)
+            if self._hold is not None:
+                # Behind the release: a drop in front of it could meet a sequence that has yet to be scheduled, with its reader.
+                self._pool.holds.close(self._hold)
 
     async def _compute(self, stream: SequenceStream) -> None:
         while not self._complete:
@@ -94,7 +96,10 @@ class Conversation:
                 self._complete = True
             case Failed():
                 raise status_of(event.error)
-            case Scheduled() | Preempted():
+            case Scheduled():
+                if self._hold is not None:
+                    self._hold.allocated(event.block_ids)
+            case Preempted():
                 pass
 
     async def _announce(self, num_filled_blocks: int) -> None:

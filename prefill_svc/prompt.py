@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from engine.proto import kv_layout_from_proto, sampling_params_from_proto, token_ids_from_proto
 from engine.sequence import SequenceKind, SequenceSpec
@@ -53,8 +53,10 @@ def check_prompt(start: prefill_pb2.PrefillStart, pool: PrefillPool) -> Prompt:
         output_token_ids=output,
         tenant_salt=start.tenant_salt,
         priority=start.priority,
+        hold=source is not None,
+        reader_id=secrets.token_hex(8) if source is not None else "",
     )
-    return Prompt(spec if source else replace(spec, hold=False), start.num_cached_blocks, num_blocks, source)
+    return Prompt(spec, start.num_cached_blocks, num_blocks, source)
 
 
 def _check_layout(start: prefill_pb2.PrefillStart, pool: PrefillPool) -> None:

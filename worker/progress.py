@@ -8,6 +8,8 @@ from engine.events import ChunkComputed, Event, Preempted, Scheduled
 from telemetry import spans
 from telemetry.tracing import SpanEvent, current_context, record_span
 
+_ABANDONED = "cancelled"
+
 
 class PromptProgress:
     """Made when a prompt arrives, under its SERVER span; times are `time.monotonic_ns()`."""
@@ -46,8 +48,18 @@ class PromptProgress:
             case _:
                 pass
 
-    def end(self) -> None:
+    def end(self, error: str | None = None) -> None:
         """The prompt is computed and its first token is here."""
         self.ended_ns = time.monotonic_ns()
         attributes = {spans.NUM_TOKENS: self.computed_tokens}
-        record_span(spans.PREFILL, self.scheduled_ns, self.ended_ns, parent=self._trace, attributes=attributes, events=self._events)
+        record_span(spans.PREFILL, self.scheduled_ns, self.ended_ns, parent=self._trace, attributes=attributes, events=self._events, error=error)
+
+    def abandon(self) -> None:
+        """For a `finally`: what has not ended by now was cancelled, or failed."""
+        if self.ended_ns:
+            return
+        if self.scheduled_ns:
+            self.end(_ABANDONED)
+        else:
+            self.ended_ns = time.monotonic_ns()
+            record_span(spans.PREFILL_QUEUE, self.arrived_ns, self.ended_ns, parent=self._trace, error=_ABANDONED)

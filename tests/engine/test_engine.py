@@ -289,6 +289,23 @@ def test_a_reader_outlives_the_sequence_and_keeps_its_blocks_from_others() -> No
     assert_engine_empty(parts)
 
 
+def test_a_prefill_only_sequences_own_reader_has_its_references_from_the_allocation_on() -> None:
+    parts = fake_parts()
+    spec = a_spec(range(12), kind=SequenceKind.PREFILL_ONLY, reader_id="own")
+    parts.engine.handle(calls.Submit(spec))
+    assert parts.engine.report().num_readers == 0
+    parts.engine.step()
+    report = parts.engine.report()
+    assert report.owners == {f"sequence:{spec.seq_id}": 3, "reader:own": 3}
+    [(_, scheduled), *_] = parts.engine.take_events()
+    assert isinstance(scheduled, Scheduled)
+    assert scheduled.block_ids == parts.engine.pool.blocks_of("reader:own")
+    parts.engine.handle(calls.Release(spec.seq_id, 0))
+    assert parts.engine.report().owners == {"reader:own": 3}
+    parts.engine.handle(calls.Drop("own"))
+    assert_engine_empty(parts)
+
+
 def test_readers_are_refused_where_nothing_may_be_read_or_written() -> None:
     parts = fake_parts()
     spec = a_spec(range(12), kind=SequenceKind.PREFILL_ONLY)

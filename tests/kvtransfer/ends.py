@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from engine.async_engine import AsyncEngine, ReservedSequence
-from engine.events import ChunkComputed, Tokens
+from engine.events import Scheduled, Tokens
 from engine.sampling_params import SampledToken, SamplingParams
 from engine.sequence import SequenceKind, SequenceSpec
 from kvtransfer.budget import ByteBudget, ProgressLimit
@@ -108,23 +108,28 @@ class Ends:
     source_dies: Callable[[], Awaitable[None]]
     mangle: list[Callable[[bytes], list[bytes]]] = field(default_factory=list)
     """Replaces each message of `inline` on its way."""
+    block_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Pool blocks of computed prompts."""
 
     async def compute(self, prompt: tuple[int, ...], seq_id: str = "p") -> SampledToken:
         """Computes a prompt in prefill and holds it; its first token."""
-        stream = self.prefill.submit(SequenceSpec(seq_id, prompt, SAMPLING, SequenceKind.PREFILL_ONLY))
+        stream = self.prefill.submit(SequenceSpec(seq_id, prompt, SAMPLING, SequenceKind.PREFILL_ONLY, reader_id=f"of-{seq_id}"))
         while True:
             for event in await stream.get():
+                if isinstance(event, Scheduled):
+                    self.block_ids[seq_id] = event.block_ids
                 if isinstance(event, Tokens):
                     return event.tokens[0]
-                assert not isinstance(event, ChunkComputed) or event.num_filled_blocks >= 0
 
     async def reserve(self, prompt: tuple[int, ...], seq_id: str = "d") -> ReservedSequence:
         """Reserves a prompt in decode."""
         return await self.decode.reserve(SequenceSpec(seq_id, prompt, SAMPLING, SequenceKind.REMOTE_KV))
 
     def hold(self, first_block: int, num_blocks: int, seq_id: str = "p") -> Hold:
-        """Opens a hold for a peer on this machine."""
-        return self.holds.open(seq_id, HOST, first_block, num_blocks)
+        """Opens a hold on a computed prompt for a peer on this machine."""
+        hold = self.holds.open(f"of-{seq_id}", HOST, first_block, num_blocks)
+        hold.allocated(self.block_ids[seq_id])
+        return hold
 
     def ready(self, hold: Hold, first_block: int, num_blocks: int) -> kv_pb2.KvReady:
         """An announcement as prefill sends it."""

@@ -11,7 +11,7 @@ import pytest
 
 from gateway.limits import AdmissionLimits
 from gateway.served_model import ServedModel
-from rpc.errors import StatusError, exhausted, unavailable
+from rpc.errors import StatusError, exhausted, internal, invalid_argument, unavailable
 from tandem.v1 import decode_pb2, gateway_pb2, generation_pb2
 from tests.gateway.fake_decode import LENGTH, STOP, Response, fails, hangs, says, tokens, waits
 from tests.gateway.house import WAIT_S, ask, house
@@ -138,7 +138,119 @@ async def test_a_resume_goes_on_behind_the_tokens_sent(model: ServedModel) -> No
         whole = ask("go", stop=["STOP"], output_token_ids=output[:3])
         messages, _ = await h.generate(whole)
         assert messages[0].position == 3
-        reservation = Response(reservation=decode_pb2.Reservation(num_charged_blocks=1))
+        before = "".join(model.tokenizer.backend.decode(output[:3]))
+        assert before + "".join(message.text for message in messages) == "one two "
+        assert list(h.decodes[0].requests[0].output_token_ids) == output[:3]
+
+
+@pytest.mark.parametrize(("fields", "expected"), [({"max_tokens": 2}, "length"), ({"stop": ["ab"]}, "ab"), ({"stop_token_ids": True}, "token")])
+async def test_a_resume_of_a_completion_that_had_ended_ends_at_once(fields: dict[str, object], expected: str, model: ServedModel) -> None:
+    output = [ids_of(model, "a")[0], ids_of(model, "b")[0]]
+    if "stop_token_ids" in fields:
+        fields = {"stop_token_ids": [output[1]]}
+    async with house(model, hangs) as h:
+        messages, _ = await h.generate(ask("go", output_token_ids=output, **fields))
+        [message] = messages
+        finish = message.finish
+        assert (finish.matched_stop_str or ("token" if finish.HasField("matched_token_id") else "length")) == expected
+        assert (message.usage.completion_tokens, h.decodes[0].requests) == (2, [])
+
+
+async def test_refusals_name_the_field_and_reach_no_worker(model: ServedModel) -> None:
+    async with house(model, tokens([5])) as h:
+        for request, field in (
+            (ask("x", temperature=float("nan")), "sampling_params.temperature"),
+            (gateway_pb2.GenerateRequest(), "input"),
+            (ask("x " * 600), "text"),
+            (ask("x", max_tokens=600), "sampling_params.max_tokens"),
+            (ask(chat=gateway_pb2.ChatMessages(messages=[gateway_pb2.ChatMessage(role="wizard")])), "chat.messages[0].role"),
+        ):
+            with pytest.raises(StatusError) as refused:
+                await h.generate(request)
+            assert (refused.value.code, refused.value.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+        with pytest.raises(StatusError) as refused:
+            await h.generate(ask("x", model="other"))
+        assert (refused.value.code, refused.value.reason) == (grpc.StatusCode.NOT_FOUND, "MODEL_NOT_FOUND")
+        with pytest.raises(grpc.aio.AioRpcError, match="request: must be set"):
+            await h.stub.GenerateUnary(gateway_pb2.GenerateUnaryRequest(), timeout=WAIT_S)
+        assert h.decodes[0].requests == []
+        assert h.metric("requests_total", finished_reason="error", grpc_code="INVALID_ARGUMENT") == 5
+
+
+async def test_a_request_id_in_flight_is_refused_until_it_has_ended(model: ServedModel) -> None:
+    go, reached = asyncio.Event(), asyncio.Event()
+    async with house(model, waits(go, tokens([5]), reached=reached)) as h:
+        first = asyncio.create_task(h.generate(ask("x", request_id="same")))
+        await reached.wait()
+        with pytest.raises(StatusError) as refused:
+            await h.generate(ask("x", request_id="same"))
+        assert refused.value.code is grpc.StatusCode.ALREADY_EXISTS
+        go.set()
+        await first
+        await h.generate(ask("x", request_id="same"))
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+async def test_a_clients_cancel_ends_decodes_call(phase: str, model: ServedModel) -> None:
+    reached = asyncio.Event()
+    async with house(model, waits(asyncio.Event(), hangs, reached=reached) if phase == "prefill" else tokens([5, 6], hang=True)) as h:
+        call = h.stub.Generate(ask("x"))
+        await (reached.wait() if phase == "prefill" else call.read())
+        call.cancel()
+        async with asyncio.timeout(WAIT_S):
+            await h.decodes[0].idle.wait()
+        await h.until(lambda: h.metric("requests_total", finished_reason="abort", grpc_code="CANCELLED") == 1)
+
+
+async def test_a_cancel_in_the_queue_gives_the_place_back(model: ServedModel) -> None:
+    go = asyncio.Event()
+    async with house(model, waits(go, tokens([5])), admission=AdmissionLimits(max_active_requests=1)) as h:
+        first = asyncio.create_task(h.generate(ask("x")))
+        await h.until(lambda: h.gateway.admission.num_active == 1)
+        second = h.stub.Generate(ask("x"))
+        await h.until(lambda: h.metric("num_requests_waiting") == 1)
+        second.cancel()
+        await h.until(lambda: h.gateway.admission.num_waiting == 0)
+        go.set()
+        await first
+
+
+async def test_a_deadline_names_the_phase(model: ServedModel) -> None:
+    async with house(model, hangs, admission=AdmissionLimits(max_active_requests=1), max_request_time_s=0.4) as h:
+        first = asyncio.create_task(h.generate(ask("x")))
+        await h.until(lambda: h.gateway.admission.num_active == 1)
+        for task, phase in ((h.generate(ask("x"), timeout=0.2), "queue"), (first, "prefill")):
+            with pytest.raises(StatusError) as late:
+                await task
+            assert late.value.code is grpc.StatusCode.DEADLINE_EXCEEDED
+            if late.value.metadata:
+                assert late.value.metadata["phase"] == phase
+        await h.until(lambda: h.metric("requests_total", finished_reason="error", grpc_code="DEADLINE_EXCEEDED") == 2)
+
+
+async def test_the_own_time_limit_names_the_phase(model: ServedModel) -> None:
+    async with house(model, tokens([5, 6], hang=True), max_request_time_s=0.3) as h:
+        with pytest.raises(StatusError) as late:
+            await h.generate(ask("x"))
+        assert (late.value.code, late.value.metadata["phase"], late.value.trailers["tandem-tokens-sent"]) == (grpc.StatusCode.DEADLINE_EXCEEDED, "decode", "2")
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "reason"),
+    [
+        (unavailable("HANDOVER_FAILED", "no"), grpc.StatusCode.UNAVAILABLE, "HANDOVER_FAILED"),
+        (internal(), grpc.StatusCode.INTERNAL, "INTERNAL"),
+        (RuntimeError("secret"), grpc.StatusCode.INTERNAL, "INTERNAL"),
+        (StatusError(grpc.StatusCode.CANCELLED, "gone"), grpc.StatusCode.UNAVAILABLE, "DECODE_LOST"),
+        (StatusError(grpc.StatusCode.UNKNOWN, "what"), grpc.StatusCode.INTERNAL, "INTERNAL"),
+        (invalid_argument("prompt", "no"), grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT"),
+    ],
+)
+@pytest.mark.parametrize("num_tokens", [0, 2])
+async def test_decodes_errors_are_statuses_with_the_tokens_sent(
+    error: Exception, code: grpc.StatusCode, reason: str, num_tokens: int, model: ServedModel
+) -> None:
+    reservation = Response(reservation=decode_pb2.Reservation(num_charged_blocks=1))
     script = fails(error, after=says(reservation, *[Response(token_ids=[5 + i], position=i) for i in range(num_tokens)]))
     async with house(model, script) as h:
         with pytest.raises(StatusError) as failed:

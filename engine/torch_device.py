@@ -8,6 +8,7 @@ from itertools import accumulate, chain
 
 import numpy as np
 import torch
+from transformers.activations import SiLUActivation
 
 from engine.attention import AttentionBackend, PackedBatch, TorchAttention
 from engine.config import EngineConfig
@@ -159,7 +160,7 @@ class _SteadySiLU(torch.nn.Module):
 def _steady_activations(module: torch.nn.Module) -> None:
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, torch.nn.SiLU):
+            if isinstance(child, (torch.nn.SiLU, SiLUActivation)):
                 setattr(parent, name, _SteadySiLU())
 
 

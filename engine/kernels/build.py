@@ -17,7 +17,7 @@ from engine.errors import EngineError
 
 _log = logging.getLogger(__name__)
 
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-ffp-contract=fast")
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-ffp-contract=fast", "-Wno-psabi")
 _COMPILE_TIMEOUT_S = 300.0
 _CPU_KEYS = frozenset({"vendor_id", "cpu family", "model", "model name", "flags", "Features", "CPU implementer", "CPU architecture", "CPU variant", "CPU part"})
 
@@ -67,6 +67,8 @@ def _compile(source: Path, target: Path, compiler: str) -> None:
 
 def _key(source: Path, compiler: str) -> str:
     digest = hashlib.sha256(source.read_bytes())
+    for header in sorted(source.parent.glob("*.h")):
+        digest.update(header.read_bytes())
     version = subprocess.run([compiler, "--version"], capture_output=True, timeout=_COMPILE_TIMEOUT_S, check=False).stdout
     for part in (compiler.encode(), version, " ".join(_FLAGS).encode(), _cpu().encode()):
         digest.update(b"\0" + part)

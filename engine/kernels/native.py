@@ -56,11 +56,13 @@ class NativeAttention:
         self._call.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, *[ctypes.c_void_p] * 4, ctypes.c_float]
         self._call.restype = ctypes.c_int
         self._batch = _Batch()
+        self._arrays: PackedBatch | None = None
         self._tensors = [_Packed() for _ in range(4)]
         self._addresses = [ctypes.addressof(packed) for packed in self._tensors]
 
     def begin(self, batch: PackedBatch) -> None:
-        """Points the kernel at a step's arrays, which `batch` keeps alive until the step ends."""
+        """Points the kernel at a step's arrays and keeps them until the next step."""
+        self._arrays = batch
         self._batch = _Batch(
             batch.chunk_starts.ctypes.data,
             batch.first_positions.ctypes.data,

@@ -91,6 +91,16 @@ def test_float32_logits_have_the_same_bits_in_every_batch_cut_and_order(model: P
         assert torch.equal(own, batched), f"token {place} of the output"
 
 
+def test_float32_activations_round_alike_at_every_place_of_a_tensor(tiny_llama: Path, kernel_cache: Path) -> None:
+    activation = tiny_device(tiny_llama, kernel_cache)._decoder.layers[0].mlp.act_fn
+    values = torch.randn(40_000, generator=torch.Generator().manual_seed(0)) * 4
+    whole = activation(values)
+    parts = torch.cat([activation(part) for part in values.split(31)])
+    assert torch.equal(whole, parts)
+    assert not torch.equal(torch.nn.functional.silu(values), torch.cat([torch.nn.functional.silu(part) for part in values.split(31)])), "torch's own is steady"
+    assert torch.allclose(whole, torch.nn.functional.silu(values), rtol=1e-6)
+
+
 def test_a_shared_prefix_is_read_through_the_block_table(model: Path, kernel_cache: Path) -> None:
     device = tiny_device(model, kernel_cache)
     prefix, tail = _prompt(48, seed=5), _prompt(20, seed=6)

@@ -16,7 +16,7 @@ EOS_TOKEN_ID = 2
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 96,
-    "intermediate_size": 160,
+    "intermediate_size": 1000,
     "num_hidden_layers": 3,
     "num_attention_heads": 6,
     "num_key_value_heads": 2,

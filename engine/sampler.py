@@ -23,8 +23,8 @@ from engine.step import SampleRow
 _NUM_FINALISTS = 4
 """The first pass errs by some 1e-5: more tokens than this within that of the winner do not happen."""
 
-_TOP_P_CANDIDATES = 256
-"""Tokens looked at first; only when they hold too little of the mass is the whole vocabulary sorted."""
+_TOP_P_CANDIDATES = (256, 4096)
+"""Tokens looked at first, and next; only when they hold too little of the mass is the whole vocabulary sorted."""
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | SequenceError]:
@@ -67,14 +67,18 @@ def _kept(relative: torch.Tensor, params: SamplingParams) -> torch.Tensor | None
     top_k = params.top_k if 0 < params.top_k < vocab_size else 0
     if not top_k and params.top_p >= 1.0:
         return _likely_enough(relative, params) if params.min_p > 0.0 else None
-    num_candidates = top_k or min(_TOP_P_CANDIDATES, vocab_size)
-    token_ids = most_likely(relative, num_candidates)
-    weights = _weights(relative[token_ids], params)
-    if params.top_p < 1.0:
-        mass = params.top_p * float(weights.sum() if top_k else torch.exp(relative / params.temperature).sum(dtype=torch.float64))
-        if not top_k and float(weights.sum()) < mass:
-            token_ids = most_likely(relative, vocab_size)
+    if top_k:
+        token_ids = most_likely(relative, top_k)
+        weights = _weights(relative[token_ids], params)
+        mass = params.top_p * float(weights.sum())
+    else:
+        mass = params.top_p * float(torch.exp(relative / params.temperature).sum(dtype=torch.float64))
+        for num_candidates in (*_TOP_P_CANDIDATES, vocab_size):
+            token_ids = most_likely(relative, num_candidates)
             weights = _weights(relative[token_ids], params)
+            if float(weights.sum()) >= mass:
+                break
+    if params.top_p < 1.0:
         num_kept = int((weights.cumsum(0) < mass).sum()) + 1
         token_ids, weights = token_ids[:num_kept], weights[:num_kept]
     return token_ids[weights >= params.min_p] if params.min_p > 0.0 else token_ids

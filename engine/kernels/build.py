@@ -27,8 +27,11 @@ class KernelBuildError(EngineError):
 
 
 def default_cache_dir() -> Path:
-    """`.cache/tandem` in the home directory that the user database names."""
-    return Path(pwd.getpwuid(os.getuid()).pw_dir) / ".cache" / "tandem"
+    """`.cache/tandem` in the home directory that the user database names; raises KernelBuildError for a user that it does not know."""
+    try:
+        return Path(pwd.getpwuid(os.getuid()).pw_dir) / ".cache" / "tandem"
+    except KeyError as error:
+        raise KernelBuildError(f"user {os.getuid()} has no home directory to keep compiled kernels in: set cache_dir") from error
 
 
 def find_compiler(compiler: str) -> str | None:
@@ -83,7 +86,10 @@ def _cpu() -> str:
 
 def _own_directory(directory: Path) -> None:
     """Code is loaded from here, so nobody else may write to it."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise KernelBuildError(f"{directory}: {error.strerror}: set cache_dir to a directory of your own") from error
     status = directory.stat()
     if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise KernelBuildError(f"{directory} belongs to another user or others may write to it: set cache_dir to a directory of your own")

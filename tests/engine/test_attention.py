@@ -128,3 +128,9 @@ def test_a_cache_that_others_may_write_is_refused(tmp_path: Path) -> None:
     (tmp_path / "kernels").chmod(0o777)
     with pytest.raises(KernelBuildError, match="others may write"):
         build_shared_library(SOURCE, tmp_path, "c++")
+
+
+def test_a_cache_that_cannot_be_made_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KernelBuildError, match=r"file/kernels: Not a directory: set cache_dir"):
+        build_shared_library(SOURCE, tmp_path / "file", "c++")

@@ -1,0 +1,63 @@
+"""The oracle: one engine in this process that does everything."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from engine.async_engine import AsyncEngine
+from engine.build import build_engine
+from engine.config import EngineConfig
+from engine.events import Failed, Finished, Tokens
+from engine.proto import sampling_params_from_proto
+from engine.sampling_params import SampledToken
+from engine.sequence import SequenceKind, SequenceSpec
+from tests.support.live_request import request_of
+
+
+@dataclass
+class Reference:
+    """A started engine without prefix cache: nothing that came before may help."""
+
+    engine: AsyncEngine
+    _keys: itertools.count[int] = field(default_factory=itertools.count)
+
+    async def tokens(self, prompt: Iterable[int], **params: Any) -> list[int]:
+        """Output tokens; `params` as of `request_of`."""
+        return [token.token_id for token in await self.sampled(prompt, **params)]
+
+    async def sampled(self, prompt: Iterable[int], **params: Any) -> list[SampledToken]:
+        """Output tokens with their log probabilities, when asked for."""
+        request = request_of(prompt, **params)
+        sampling = sampling_params_from_proto(request.sampling_params, vocab_size=self.engine.model.vocab_size)
+        spec = SequenceSpec(f"reference-{next(self._keys)}", tuple(request.token_ids.ids), sampling, SequenceKind.LOCAL)
+        stream, found = self.engine.submit(spec), list[SampledToken]()
+        try:
+            while True:
+                for event in await stream.get():
+                    match event:
+                        case Tokens():
+                            found.extend(event.tokens)
+                        case Finished():
+                            return found
+                        case Failed():
+                            raise AssertionError(f"the reference failed: {event.error}")
+                        case _:
+                            pass
+        finally:
+            self.engine.release(spec.seq_id)
+
+
+@asynccontextmanager
+async def running_reference(model: Path) -> AsyncIterator[Reference]:
+    """An engine over `model` in float32."""
+    engine = build_engine(EngineConfig(model, dtype="float32", num_blocks=512, num_threads=1, enable_prefix_caching=False))
+    await engine.start()
+    try:
+        yield Reference(engine)
+    finally:
+        await engine.stop()

@@ -1,0 +1,15 @@
+"""A tiny model that all three services can serve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.support.tiny_models import write_tiny_model
+from tests.support.tiny_tokenizers import write_tiny_tokenizer
+
+
+def write_served_model(directory: Path) -> Path:
+    """Weights, tokenizer and chat template; a context long enough for prompts of many steps."""
+    write_tiny_model(directory, max_position_embeddings=4096)
+    write_tiny_tokenizer(directory)
+    return directory

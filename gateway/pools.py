@@ -15,7 +15,7 @@ from rpc.channels import control_channel
 from tandem.v1 import decode_pb2, decode_pb2_grpc, load_pb2, prefill_pb2, prefill_pb2_grpc
 
 _LOG = logging.getLogger(__name__)
-_BACKOFF_S = (0.1, 0.2, 0.4, 0.8, 1.6, 2.0)
+_BACKOFF_S = (0.1, 0.2, 0.4, 0.5)
 
 
 @dataclass(frozen=True, slots=True)

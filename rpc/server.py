@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -21,6 +22,19 @@ _SERVING: Final = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING: Final = health_pb2.HealthCheckResponse.NOT_SERVING
 # For statuses that are on their way when the last handler has returned, and for handlers that were cancelled.
 _SETTLE_S: Final = 1.0
+
+
+def check_address(host: str, port: int) -> None:
+    """Raises StartupError when the address cannot be bound now: for a service that would otherwise find out only after loading for seconds."""
+    if port == 0:
+        return
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise StartupError(f"--port: cannot listen on {host}:{port}: {error.strerror or error}") from None
 
 
 class RpcServer:

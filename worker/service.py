@@ -15,7 +15,7 @@ from engine.config import ConfigError, EngineConfig
 from engine.errors import EngineDeadError, EngineError
 from engine.watchdog import Watchdog
 from rpc.errors import StartupError
-from rpc.server import RpcServer
+from rpc.server import RpcServer, check_address
 from rpc.service import Service
 from rpc.settings import flag_of
 from telemetry.metrics import RpcMetrics, WorkerMetrics
@@ -43,6 +43,7 @@ BuildEngine = Callable[[EngineConfig], AsyncEngine]
 
 async def serve_worker(service: Service, settings: WorkerSettings, register: Register, build: BuildEngine | None = None) -> None:
     """Serves until the service is told to stop or the engine dies. `register` adds the RPCs and closes what it opened. Raises StartupError."""
+    check_address(settings.host, settings.port)
     engine = await _load_engine(settings, build or _build_engine)
     name = settings.served_model_name or engine.model.name
     metrics = WorkerMetrics(name, service.name)

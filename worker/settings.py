@@ -31,7 +31,7 @@ class WorkerSettings(ServiceSettings):
     """Bytes of the KV pool; default: 1 GiB, or what --max-model-len needs if that is more."""
     max_model_len: Positive | None = None
     """Longest prompt plus output in tokens; default: the model's own limit, cut to what the pool holds."""
-    max_num_seqs: Positive = 32
+    max_num_seqs: Positive = 64
     """Most sequences in one step."""
     max_num_batched_tokens: Positive = 2048
     """Most tokens in one step."""
@@ -45,6 +45,10 @@ class WorkerSettings(ServiceSettings):
     """Reuse the KV of equal prefixes."""
     attention_backend: AttentionBackendName = "auto"
     """native is compiled at first use, torch is the reference, auto takes the best that works and says which."""
+    cache_dir: Path | None = None
+    """Where compiled kernels are kept; default: .cache/tandem in the user's home."""
+    compiler: str = "c++"
+    """C++ compiler of the native kernel, a command or a path."""
     num_threads: Positive | None = None
     """CPU threads of one step; default: torch's choice."""
     max_stall_s: Annotated[float, Field(gt=0)] = 60.0
@@ -73,6 +77,8 @@ _ENGINE_FIELDS = (
     "reserve_output_tokens",
     "enable_prefix_caching",
     "attention_backend",
+    "cache_dir",
+    "compiler",
     "num_threads",
     "max_stall_s",
 )

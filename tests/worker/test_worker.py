@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from decode_svc import __main__ as decode_main
 from decode_svc.peers import parse_targets
 from decode_svc.settings import DecodeSettings
 from engine.async_engine import AsyncEngine
-from engine.config import ConfigError
+from engine.config import ConfigError, EngineConfig
 from engine.errors import CapacityError, EngineDeadError, HoldBrokenError, SequenceError, SequenceTooLongError
 from engine.proto import FieldError
 from engine.sampling_params import SamplingParams
@@ -39,6 +40,18 @@ from worker.statuses import status_of
 
 def _settings() -> DecodeSettings:
     return DecodeSettings(model=Path("fake"), port=0)
+
+
+async def test_a_taken_port_is_told_before_anything_is_loaded() -> None:
+    def build(config: EngineConfig) -> AsyncEngine:
+        raise AssertionError("nothing may be loaded")
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        settings = DecodeSettings(model=Path("fake"), port=taken.getsockname()[1])
+        with pytest.raises(StartupError, match=r"--port: cannot listen on 127\.0\.0\.1:\d+: Address already in use"):
+            await serve_worker(Service("decode", settings), settings, lambda worker: nullcontext(), build)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from cli.service_process import ServiceProcess
 from cli.stack import Stack, StackOptions
@@ -98,6 +99,12 @@ class LiveStack:
         status: gateway_pb2.GetStatusResponse = await self.gateway.GetStatus(gateway_pb2.GetStatusRequest(), timeout=_CALL_S)
         return status
 
+    async def is_ready(self, name: str = "gateway") -> bool:
+        """A service's readiness by grpc.health.v1."""
+        stub: Any = health_pb2_grpc.HealthStub(self._channels[name])
+        answer = await stub.Check(health_pb2.HealthCheckRequest(service=self._children[name].spec.grpc_service), timeout=_CALL_S)
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
     async def wait_until_available(self, *names: str, within_s: float = READY_S) -> None:
         """Waits until the gateway would send requests to all of these workers."""
 
@@ -107,13 +114,16 @@ class LiveStack:
 
         await until(available, within_s, f"{names} are not available")
 
-    async def assert_nothing_held(self, within_s: float = 5.0, *, without_gateway: bool = False) -> None:
-        """Waits until no living worker holds a block, a sequence, a hold or a reader, no handler runs, and the gateway has nobody running or waiting."""
+    async def assert_nothing_held(self, within_s: float = 5.0, *, workers: Iterable[str] = (), without_gateway: bool = False) -> None:
+        """Waits until no living worker holds a block, a sequence, a hold or a reader, no handler runs, and the gateway has nobody running or waiting.
+
+        `workers`: only these are asked.
+        """
         held: dict[str, str] = {}
 
         async def nothing() -> bool:
             held.clear()
-            for name in self.workers:
+            for name in workers or self.workers:
                 if text := _held(await self.memory(name)):
                     held[name] = text
             if not without_gateway:
@@ -153,12 +163,18 @@ class LiveStack:
         self.send(name, signal.SIGKILL)
         assert await self.exit_code(name, 10.0) == -signal.SIGKILL
 
-    async def restart(self, name: str, environment: dict[str, str] | None = None) -> None:
-        """Starts a service that has ended again, on the same port; returns when the gateway would send requests there."""
-        spec = self._children[name].spec
-        if environment is not None:
-            spec = replace(spec, environment={**spec.environment, **environment})
-        child = self._children[name] = await ServiceProcess.start(spec, self._take_line)
+    async def ensure(self, name: str, failpoints: str | None = None) -> None:
+        """Has a service run, with these failpoints when they are given: starts one that has ended again, on the same port.
+
+        Returns when the gateway would send requests to all living workers.
+        """
+        child = self._children[name]
+        environment = child.spec.environment if failpoints is None else {**child.spec.environment, "TANDEM_FAILPOINTS": failpoints}
+        if not child.exited.done():
+            if environment == child.spec.environment:
+                return
+            await self.kill(name)
+        child = self._children[name] = await ServiceProcess.start(replace(child.spec, environment=environment), self._take_line)
         await asyncio.wait_for(child.wait_until_ready(), READY_S)
         await self.wait_until_available(*self.workers)
 

@@ -94,6 +94,9 @@ class AsyncEngine:
         self._ended = asyncio.Event()
         self._beat = 0
         self._idle = True
+        self._changing = False
+        """The last step did something: the next one may, without a call."""
+        self._checked = False
 
     # Life
 
@@ -178,7 +181,7 @@ class AsyncEngine:
         return bool(await self._ask(calls.Confirm(seq_id, num_blocks)))
 
     async def report(self) -> EngineReport:
-        """Everything by owner and state, with the ledger verified; also the proof that the thread answers."""
+        """Everything by owner and state; also the proof that the thread answers."""
         report = await self._ask(calls.Report())
         assert isinstance(report, EngineReport)
         return report
@@ -253,17 +256,25 @@ class AsyncEngine:
 
     def _turn(self) -> bool:
         """Takes all calls that are there, then computes one step; False when told to stop."""
-        engine = self._engine
-        num_taken = self._take_calls(wait=not engine.has_work)
+        # Where a step could do nothing only a call changes that: sequences that wait for blocks keep no thread busy.
+        num_taken = self._take_calls(wait=not self._changing)
         if num_taken is None:
             return False
-        if engine.step() or num_taken:
-            answers, self._answers = self._answers, []
-            assert self._loop is not None
-            self._loop.call_soon_threadsafe(self._deliver, answers, engine.take_events(), engine.load())
-        else:
-            engine.check()
+        if self._answers:
+            self._tell()  # now: whoever asked does not wait for the step
+        self._changing = self._engine.step()
+        if self._changing or num_taken:
+            self._tell()
+            self._checked = False
+        elif not self._checked:
+            self._engine.check()
+            self._checked = True
         return True
+
+    def _tell(self) -> None:
+        answers, self._answers = self._answers, []
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._deliver, answers, self._engine.take_events(), self._engine.load())
 
     def _take_calls(self, *, wait: bool) -> int | None:
         """Answers what is posted and returns how many calls that were; with `wait` it waits a bounded time for the first one. None: stop."""

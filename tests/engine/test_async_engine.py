@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from dataclasses import replace
 
 import pytest
 
 from engine.errors import CapacityError, EngineDeadError
-from engine.events import Finished
+from engine.events import Event, Finished, Preempted
+from engine.limits import EngineLimits
 from engine.sampling_params import SamplingParams
 from engine.sequence import SequenceKind, SequenceSpec
 from tests.support.engines import collect, fake_engine, running_fake_engine, token_ids
@@ -134,6 +136,59 @@ async def test_beat_stands_still_only_while_computing() -> None:
         assert engine.beat() == engine.beat()
         engine.release("s")
         device.gate.set()
+        await assert_nothing_held(engine)
+
+
+async def test_sequences_that_wait_for_blocks_keep_no_thread_busy() -> None:
+    async with running_fake_engine(num_blocks=6, max_model_len=24) as (engine, _):
+        held = engine.submit(a_spec("held", 16, kind=SequenceKind.PREFILL_ONLY))
+        while not token_ids(await held.get()):
+            pass
+        waiting = asyncio.create_task(collect(engine, replace(a_spec("waits", 12, 2), tenant_salt=b"another")))
+        async with asyncio.timeout(5):
+            while engine.load().num_waiting != 1 or engine.beat() is not None:  # noqa: ASYNC110
+                await asyncio.sleep(0.002)
+        engine.release("held")
+        assert len(token_ids(await waiting)) == 2
+        await assert_nothing_held(engine)
+
+
+async def test_a_sequence_that_preempts_itself_says_so_at_once() -> None:
+    limits = EngineLimits(max_num_seqs=8, reserve_output_tokens=1)
+    async with running_fake_engine(num_blocks=6, max_model_len=24, limits=limits) as (engine, device):
+        device.gate = threading.Event()
+        stream = engine.submit(a_spec("s", 7, 12))
+        await until_entered(device.entered)
+        reserving = asyncio.create_task(engine.reserve(a_spec("r", 15, 1, SequenceKind.REMOTE_KV)))
+        await asyncio.sleep(0)
+        device.gate.set()
+        await reserving
+        seen: list[Event] = []
+        async with asyncio.timeout(5):
+            while not any(isinstance(event, Preempted) for event in seen):
+                seen.extend(await stream.get())
+        engine.release("r")
+        while not isinstance(seen[-1], Finished):
+            seen.extend(await stream.get())
+        assert len(token_ids(seen)) == 12
+        engine.release("s")
+        await assert_nothing_held(engine)
+
+
+async def test_an_answer_does_not_wait_for_the_step_behind_it() -> None:
+    async with running_fake_engine() as (engine, device):
+        first_step = device.gate = threading.Event()
+        engine.submit(a_spec("busy", 60))
+        await until_entered(device.entered)
+        reserving = asyncio.create_task(engine.reserve(a_spec("r", kind=SequenceKind.REMOTE_KV)))
+        await asyncio.sleep(0)
+        device.gate = threading.Event()
+        first_step.set()
+        async with asyncio.timeout(5):
+            await reserving
+        device.gate.set()
+        engine.release("r")
+        engine.release("busy")
         await assert_nothing_held(engine)
 
 

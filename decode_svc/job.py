@@ -63,7 +63,7 @@ class Job:
     def spec(self, kind: SequenceKind) -> SequenceSpec:
         """What the engine is asked for, under a new sequence id."""
         return SequenceSpec(
-            seq_id=f"{self.request_id[:64]}#{secrets.token_hex(4)}",
+            seq_id=f"{self.request_id[:64]}#{secrets.token_hex(8)}",
             prompt_token_ids=self.prompt_token_ids,
             sampling=self.sampling,
             kind=kind,

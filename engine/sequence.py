@@ -20,7 +20,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from engine.errors import EngineError
 from engine.prefix import block_hash, root_hash
 from engine.sampling_params import SamplingParams
 
@@ -144,7 +143,7 @@ class Sequence:
         return self._names[1 : num_blocks + 1]
 
     def to(self, state: SequenceState) -> None:
-        """Follows an arrow; any other move is a broken invariant."""
+        """Follows an arrow; any other move is a broken invariant, and no EngineError: nobody's answer, but the engine's end."""
         if state not in ARROWS[self.state]:
-            raise EngineError(f"sequence {self.seq_id} cannot go from {self.state.value} to {state.value}")
+            raise AssertionError(f"sequence {self.seq_id} cannot go from {self.state.value} to {state.value}")
         self.state = state

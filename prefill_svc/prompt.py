@@ -46,7 +46,7 @@ def check_prompt(start: prefill_pb2.PrefillStart, pool: PrefillPool) -> Prompt:
     if start.num_cached_blocks > num_blocks:
         raise invalid_argument("num_cached_blocks", f"is {start.num_cached_blocks}, the prompt has {num_blocks}")
     spec = SequenceSpec(
-        seq_id=f"{start.request_id[:64]}#{secrets.token_hex(4)}",
+        seq_id=f"{start.request_id[:64]}#{secrets.token_hex(8)}",
         prompt_token_ids=prompt,
         sampling=sampling,
         kind=SequenceKind.PREFILL_ONLY,

@@ -67,6 +67,7 @@ SERVER_OPTIONS: Final[Options] = (
     ("grpc.http2.max_ping_strikes", 0),  # and a silent stream must not lose its connection for them either
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+    ("grpc.max_concurrent_streams", 4_096),  # a connection; without it one client opens RPCs that never send their request until memory is gone
     ("grpc.max_metadata_size", 16 << 10),  # a header of megabytes is refused before it is stored
     ("grpc.so_reuseport", 0),  # two servers on one port by accident would both look healthy
 )

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import Any, Final, NoReturn, TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc._cython.cygrpc import ExecuteBatchError  # type: ignore[import-not-found] # grpc.aio does not export it
 from opentelemetry import context as otel_context
 from opentelemetry.trace import SpanKind
 
 from rpc.deadline import HOP_MARGIN_S
-from rpc.errors import StatusError, internal, unavailable
+from rpc.errors import StatusError, internal, invalid_argument, unavailable
 from rpc.methods import is_request, method_name
 from telemetry.metrics import RpcMetrics
 from telemetry.spans import RPC_METHOD, RPC_RESPONSE_STATUS_CODE, RPC_SYSTEM_NAME
@@ -87,17 +88,19 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         method = method_name(details.method)
         kind = f"{'stream' if handler.request_streaming else 'unary'}_{'stream' if handler.response_streaming else 'unary'}"
         behaviour: Behaviour = getattr(handler, kind)
+        parse = None if handler.request_streaming else handler.request_deserializer
 
         async def wrapped(argument: Any, context: Context) -> Any:
-            return await self._run(method, behaviour, argument, context)
+            return await self._run(_Call(method, behaviour, argument, context, parse))
 
         make = getattr(grpc, f"{kind}_rpc_method_handler")
-        return make(wrapped, handler.request_deserializer, handler.response_serializer)  # type: ignore[no-any-return]
+        # A single request is parsed in the guard: grpc's own parsing answers bytes that are no message with UNKNOWN and a traceback in the log.
+        return make(wrapped, handler.request_deserializer if parse is None else None, handler.response_serializer)  # type: ignore[no-any-return]
 
-    async def _run(self, method: str, behaviour: Behaviour, argument: Any, context: Context) -> Any:
+    async def _run(self, call: _Call) -> Any:
+        method, context = call.method, call.context
         self._enter(method, context)
         started_s = time.monotonic()
-        call = _Call(method, behaviour, argument, context)
         if self._metrics:
             self._metrics.started(method)
         try:
@@ -144,6 +147,8 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
             return response
         except StatusError as error:
             await _abort(call, error)
+        except DecodeError as error:
+            await _abort(call, invalid_argument("request", f"is no message of this method: {error}"))
         except grpc.aio.AbortError:
             call.code = _code_of(context)
             raise
@@ -176,6 +181,8 @@ class _Call:
     behaviour: Behaviour
     argument: Any
     context: Context
+    parse: Callable[[bytes], Any] | None = None
+    """Makes the argument of the bytes received; None: it is what the handler takes."""
     code: grpc.StatusCode = grpc.StatusCode.UNKNOWN
 
 
@@ -185,7 +192,8 @@ def _cancelling() -> bool:
 
 
 async def _invoke(call: _Call) -> Any:
-    result = call.behaviour(call.argument, call.context)
+    argument = call.argument if call.parse is None else call.parse(call.argument)
+    result = call.behaviour(argument, call.context)
     if not hasattr(result, "__aiter__"):
         return await result
     # A generator left to grpc runs its `finally` late and in another task when a slow client is cancelled.

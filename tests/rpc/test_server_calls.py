@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import struct
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from rpc import errors
+from rpc.server import RpcServer
+from tandem.v1 import gateway_pb2, gateway_pb2_grpc, prefill_pb2_grpc
 from telemetry.metrics import RpcMetrics
 from telemetry.receiver import OtlpReceiver, ReceivedSpan
 from tests.rpc.peers import SERVICE, Pair, method, serving
@@ -189,6 +192,47 @@ async def test_generator_handler_is_closed_in_its_own_task_when_the_client_cance
         await asyncio.wait_for(closed.wait(), 5)
 
     assert tasks[0] is tasks[1]
+
+
+async def test_bytes_that_are_no_message_are_the_clients_fault(caplog: pytest.LogCaptureFixture) -> None:
+    registry = CollectorRegistry()
+    server = RpcServer("test", metrics=RpcMetrics(registry))
+    server.add(gateway_pb2_grpc.add_GatewayServiceServicer_to_server, gateway_pb2_grpc.GatewayServiceServicer(), "tandem.v1.GatewayService")
+    server.add(prefill_pb2_grpc.add_PrefillServiceServicer_to_server, _Reads(), "tandem.v1.PrefillService")
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{await server.start()}") as channel:
+        not_utf8 = gateway_pb2.GenerateRequest(text="hello").SerializeToString().replace(b"hello", b"he\xff\xfeo")
+        sent = {
+            "GatewayService/Generate": ("unary_stream", not_utf8),
+            "GatewayService/GenerateUnary": ("unary_unary", b"\x80\x04\x95"),
+            "PrefillService/Prefill": ("stream_stream", iter([b"\x80\x04\x95"])),
+        }
+        for path, (kind, request) in sent.items():
+            call = method(channel, kind, f"/tandem.v1.{path}")(request, timeout=5)
+            assert await call.code() is grpc.StatusCode.INVALID_ARGUMENT, path
+    await server.drain(5)
+
+    for path in sent:
+        labels = {"rpc_method": f"tandem.v1.{path}", "grpc_code": "INVALID_ARGUMENT"}
+        assert registry.get_sample_value("tandem_rpc_server_calls_total", labels) == 1
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR and record.name.startswith("rpc")]
+
+
+class _Reads(prefill_pb2_grpc.PrefillServiceServicer):
+    async def Prefill(self, request_iterator: Any, context: Any) -> None:
+        await context.read()
+
+
+async def test_a_connection_has_a_bounded_number_of_streams() -> None:
+    async with serving(UnaryUnary=_answer) as pair:
+        reader, writer = await asyncio.open_connection("127.0.0.1", pair.server.port)
+        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9))
+        header = await asyncio.wait_for(reader.readexactly(9), 5)
+        settings = await asyncio.wait_for(reader.readexactly(int.from_bytes(header[:3], "big")), 5)
+        writer.close()
+    pairs = [struct.unpack(">HI", settings[at : at + 6]) for at in range(0, len(settings), 6)]
+
+    assert header[3] == 4, "a SETTINGS frame comes first"
+    assert dict(pairs)[3] == 4096, "SETTINGS_MAX_CONCURRENT_STREAMS"
 
 
 async def test_unknown_method_is_unimplemented_and_makes_no_label() -> None:

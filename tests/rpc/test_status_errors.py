@@ -4,6 +4,7 @@ from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
 from rpc import errors
@@ -71,8 +72,17 @@ async def test_malformed_details_are_ignored() -> None:
     assert StatusError.of(received).message == "broken"
 
 
-async def test_long_message_is_cut_so_that_the_trailers_fit() -> None:
-    received = await _received(errors.invalid_argument("text", "x" * 100_000))
+async def test_details_of_a_malformed_kind_are_ignored() -> None:
+    status = status_pb2.Status(details=[any_pb2.Any(type_url="type.googleapis.com/google.rpc.ErrorInfo", value=b"\xff\xff\xff")])
+    metadata = grpc.aio.Metadata(("grpc-status-details-bin", status.SerializeToString()))
+    received = grpc.aio.AioRpcError(grpc.StatusCode.INTERNAL, grpc.aio.Metadata(), metadata, details="broken")
+
+    assert StatusError.of(received).message == "broken"
+
+
+@pytest.mark.parametrize("character", ["x", "\U0001f600", "\udcff"])
+async def test_long_message_is_cut_so_that_the_trailers_fit(character: str) -> None:
+    received = await _received(errors.invalid_argument("text", character * 100_000))
 
     assert received.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert StatusError.of(received).field == "text"

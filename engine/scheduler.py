@@ -60,12 +60,17 @@ class Scheduler:
         insort(self.waiting, sequence, key=lambda each: each.order)
 
     def reserve(self, sequence: Sequence) -> Reservation:
-        """Takes all blocks of a sequence whose KV comes from elsewhere; it is not scheduled before `start_decoding`. Raises CapacityError."""
+        """Takes all blocks of a sequence whose KV comes from elsewhere; it is not scheduled before `start_decoding`. Raises CapacityError.
+
+        Place and blocks of the head of the queue are spared, unless this one comes before it: it waits for what reservations would go on taking.
+        """
         self.check_fits(sequence)
-        if self._num_places_left() < 1:
+        ahead = [each for each in self.waiting[:1] if each.order < sequence.order]
+        if self._num_places_left() < 1 + len(ahead):
             raise CapacityError("sequences", 1, 0)
-        hits = self._prefix_hits(sequence, sequence.num_tokens // self.block_size)
-        reservation = self._take_blocks(sequence, hits)
+        hits = self._full_block_hits(sequence)
+        num_spared = sum(self._num_blocks_to_take(each, self._full_block_hits(each))[1] for each in ahead)
+        reservation = self._take_blocks(sequence, hits, num_spared)
         sequence.num_cached_tokens = len(hits) * self.block_size
         sequence.num_filled_blocks = len(hits)
         self.num_waiting_for_kv += 1
@@ -145,7 +150,7 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, copies: list[tuple[int, int]]) -> bool:
         """Allocates a waiting sequence's blocks, all at once, and starts its prompt."""
-        hits = self._prefix_hits(sequence, sequence.num_tokens // self.block_size)
+        hits = self._full_block_hits(sequence)
         # The last token must be computed for its logits. When even it is cached, the last block is copied and the copy written: never a shared block.
         copied = hits.pop() if len(hits) * self.block_size == sequence.num_tokens else None
         if copied is not None:
@@ -177,10 +182,10 @@ class Scheduler:
     def _copy_owner(sequence: Sequence) -> str:
         return f"copy:{sequence.seq_id}"
 
-    def _prefix_hits(self, sequence: Sequence, num_blocks: int) -> list[int]:
+    def _full_block_hits(self, sequence: Sequence) -> list[int]:
         if not self.limits.enable_prefix_caching:
             return []
-        return self.pool.find_prefix(sequence.block_names(num_blocks))
+        return self.pool.find_prefix(sequence.block_names(sequence.num_tokens // self.block_size))
 
     def _try_take_blocks(self, sequence: Sequence, hits: list[int]) -> bool:
         try:
@@ -189,18 +194,23 @@ class Scheduler:
             return False
         return True
 
-    def _take_blocks(self, sequence: Sequence, hits: list[int]) -> Reservation:
-        params = sequence.spec.sampling
-        num_more = 0
-        if sequence.spec.kind is not SequenceKind.PREFILL_ONLY:
-            num_more = max(0, min(self.limits.reserve_output_tokens, params.max_tokens - sequence.num_output_tokens, self.max_model_len - sequence.num_tokens))
-        num_new = self.num_blocks_for(sequence.num_tokens + num_more) - len(hits)
-        num_asleep = len(hits) - self.pool.num_held_among(hits)
-        if num_new + num_asleep > self.pool.num_allocatable:
-            raise CapacityError("blocks", num_new + num_asleep, self.pool.num_allocatable)
+    def _take_blocks(self, sequence: Sequence, hits: list[int], num_spared: int = 0) -> Reservation:
+        num_new, num_charged = self._num_blocks_to_take(sequence, hits)
+        num_free = max(0, self.pool.num_allocatable - num_spared)
+        if num_charged > num_free:
+            raise CapacityError("blocks", num_charged, num_free)
         self.pool.acquire(sequence.owner, hits)
         sequence.block_ids = [*hits, *self.pool.allocate(sequence.owner, num_new)]
-        return Reservation(len(hits), num_new + num_asleep)
+        return Reservation(len(hits), num_charged)
+
+    def _num_blocks_to_take(self, sequence: Sequence, hits: list[int]) -> tuple[int, int]:
+        """New blocks, and blocks that leave the set of allocatable ones: the new ones, and hits that nobody holds."""
+        num_more = 0
+        if sequence.spec.kind is not SequenceKind.PREFILL_ONLY:
+            num_left = sequence.spec.sampling.max_tokens - sequence.num_output_tokens
+            num_more = max(0, min(self.limits.reserve_output_tokens, num_left, self.max_model_len - sequence.num_tokens))
+        num_new = self.num_blocks_for(sequence.num_tokens + num_more) - len(hits)
+        return num_new, num_new + len(hits) - self.pool.num_held_among(hits)
 
     def _grow(self, sequence: Sequence) -> bool:
         """Makes room for the token to compute next; preempts the youngest when the pool is full. False: it was this one itself."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 
@@ -378,6 +379,54 @@ def test_reservations_are_refused_when_blocks_or_places_are_gone() -> None:
     few.engine.handle(calls.Reserve(a_spec(range(4), kind=SequenceKind.REMOTE_KV)))
     with pytest.raises(CapacityError, match="1 sequences needed, 0 free"):
         few.engine.handle(calls.Reserve(a_spec(range(4), kind=SequenceKind.REMOTE_KV)))
+
+
+def test_reservations_do_not_starve_who_waits_in_front_of_them() -> None:
+    parts = fake_parts(num_blocks=8, max_model_len=32)
+    parts.engine.handle(calls.Reserve(first := a_spec(range(20), kind=SequenceKind.REMOTE_KV)))
+    parts.engine.handle(calls.Submit(waiting := a_spec(range(100, 106), 2)))
+    assert parts.engine.step() is False
+    small = a_spec([1], 2, SequenceKind.REMOTE_KV)
+    with pytest.raises(CapacityError, match="1 blocks needed, 0 free"):
+        parts.engine.handle(calls.Reserve(small))
+    urgent = a_spec([1], 2, SequenceKind.REMOTE_KV, priority=-1)
+    parts.engine.handle(calls.Reserve(urgent))
+    parts.engine.handle(calls.Release(urgent.seq_id, 0))
+    parts.engine.handle(calls.Release(first.seq_id, 0))
+    parts.engine.handle(calls.Reserve(small))  # there is room for both
+    assert token_ids(drain(parts)[waiting.seq_id]) == expected(range(100, 106), 2)
+
+
+def test_reservations_leave_a_place_for_who_waits_in_front_of_them() -> None:
+    parts = fake_parts(limits=EngineLimits(max_num_seqs=2))
+    first, second = (a_spec([each], kind=SequenceKind.REMOTE_KV) for each in (1, 2))
+    parts.engine.handle(calls.Reserve(first))
+    parts.engine.handle(calls.Reserve(second))
+    parts.engine.handle(calls.Submit(waiting := a_spec([3])))
+    assert parts.engine.step() is False
+    parts.engine.handle(calls.Release(first.seq_id, 0))
+    with pytest.raises(CapacityError, match="1 sequences needed, 0 free"):
+        parts.engine.handle(calls.Reserve(a_spec([4], kind=SequenceKind.REMOTE_KV)))
+    assert token_ids(drain(parts)[waiting.seq_id]) == expected([3])
+
+
+def test_a_preempted_stream_goes_on_while_reservations_keep_coming() -> None:
+    limits = EngineLimits(max_num_seqs=8, max_num_batched_tokens=32, max_prefill_tokens_per_step=16, reserve_output_tokens=1)
+    parts = fake_parts(num_blocks=6, max_model_len=24, limits=limits)
+    parts.engine.handle(calls.Submit(stream := a_spec(range(7), 12)))
+    events: list[Event] = []
+    reserved: list[str] = []
+    for number in range(60):  # each reservation lives for three steps, and there is always a next one
+        spec = a_spec(range(100, 107), 1, SequenceKind.REMOTE_KV)
+        with contextlib.suppress(CapacityError):
+            parts.engine.handle(calls.Reserve(spec))
+        reserved.append(spec.seq_id)
+        if number > 1:
+            parts.engine.handle(calls.Release(reserved[number - 2], 0))
+        parts.engine.step()
+        events.extend(event for _, event in parts.engine.take_events())
+    assert any(isinstance(event, Preempted) for event in events)
+    assert token_ids(events) == expected(range(7), 12)
 
 
 def test_eos_ends_unless_ignored() -> None:

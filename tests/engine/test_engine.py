@@ -413,7 +413,7 @@ def test_reservations_leave_a_place_for_who_waits_in_front_of_them() -> None:
 def test_a_preempted_stream_goes_on_while_reservations_keep_coming() -> None:
     limits = EngineLimits(max_num_seqs=8, max_num_batched_tokens=32, max_prefill_tokens_per_step=16, reserve_output_tokens=1)
     parts = fake_parts(num_blocks=6, max_model_len=24, limits=limits)
-    parts.engine.handle(calls.Submit(stream := a_spec(range(7), 12)))
+    parts.engine.handle(calls.Submit(a_spec(range(7), 12)))
     events: list[Event] = []
     reserved: list[str] = []
     for number in range(60):  # each reservation lives for three steps, and there is always a next one

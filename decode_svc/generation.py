@@ -102,7 +102,7 @@ class Generation:
             await failpoint(spans.PREFILL_QUEUE)
             stream = self._pool.engine.submit(spec)
             self._output.handed_over(decode_pb2.HandoverReport())
-            await stream_local(self._pool, job, self._output, stream, self._report(path), progress)
+            await stream_local(self._pool, self._output, stream, self._report(path), progress)
         finally:
             progress.abandon()
             self._pool.engine.release(spec.seq_id)

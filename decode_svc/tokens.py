@@ -6,7 +6,6 @@ import time
 
 from opentelemetry.context import Context
 
-from decode_svc.job import Job
 from decode_svc.output import Output
 from decode_svc.pool import DecodePool
 from engine.async_engine import SequenceStream
@@ -97,14 +96,14 @@ def _collect(events: list[Event], decode: DecodeSpan | None) -> tuple[list[Sampl
     return tokens, finish
 
 
-async def stream_local(pool: DecodePool, job: Job, output: Output, stream: SequenceStream, report: decode_pb2.PromptReport, progress: PromptProgress) -> None:
+async def stream_local(pool: DecodePool, output: Output, stream: SequenceStream, report: decode_pb2.PromptReport, progress: PromptProgress) -> None:
     """The same for a prompt that this engine computes itself."""
     while True:
         events = await stream.get()
         for event in events:
             progress.take(event)
             if isinstance(event, Scheduled):
-                await _reserved(pool, job, output, event.cached_tokens)
+                await output.reservation(num_charged_blocks=event.num_charged_blocks, num_blocks=len(event.block_ids), cached_tokens=event.cached_tokens)
         tokens, finish = _collect(events, None)
         if not tokens and not finish:
             continue
@@ -118,10 +117,3 @@ async def stream_local(pool: DecodePool, job: Job, output: Output, stream: Seque
             return
         await stream_tokens(pool, output, stream, decode)
         return
-
-
-async def _reserved(pool: DecodePool, job: Job, output: Output, cached_tokens: int) -> None:
-    layout, limits = pool.engine.model.layout, pool.engine.limits
-    num_blocks = -(-(job.num_tokens + min(job.num_left, limits.reserve_output_tokens)) // layout.block_size)
-    num_charged = num_blocks - cached_tokens // layout.block_size
-    await output.reservation(num_charged_blocks=num_charged, num_blocks=num_blocks, cached_tokens=cached_tokens)

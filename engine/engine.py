@@ -164,7 +164,7 @@ class Engine:
             if sequence.first_scheduled_ns is None:
                 sequence.first_scheduled_ns = now
                 self._admit_reader(sequence)
-                self._tell(sequence, Scheduled(now, sequence.num_cached_tokens, tuple(sequence.block_ids)))
+                self._tell(sequence, Scheduled(now, sequence.num_cached_tokens, tuple(sequence.block_ids), sequence.num_charged_blocks))
         self._last_step_started_ns = now
         self._last_step_ids = frozenset(chunk.seq_id for chunk in plan.chunks)
         result = self._device.execute(plan)

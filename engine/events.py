@@ -16,6 +16,8 @@ class Scheduled:
     """Prompt tokens found in the prefix cache."""
     block_ids: tuple[int, ...]
     """Pool block ids of the sequence as allocated now; a sequence that decodes grows beyond them."""
+    num_charged_blocks: int
+    """Of these, the ones that left the set of allocatable blocks: new ones, and cached ones that nobody held."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,6 +201,7 @@ class Scheduler:
             raise CapacityError("blocks", num_charged, num_free)
         self.pool.acquire(sequence.owner, hits)
         sequence.block_ids = [*hits, *self.pool.allocate(sequence.owner, num_new)]
+        sequence.num_charged_blocks = num_charged
         return Reservation(len(hits), num_charged)
 
     def _num_blocks_to_take(self, sequence: Sequence, hits: list[int]) -> tuple[int, int]:

@@ -108,6 +108,8 @@ class Sequence:
         """Leading tokens whose keys and values are in the blocks."""
         self.num_cached_tokens = 0
         """Prompt tokens that its first scheduling found in the prefix cache."""
+        self.num_charged_blocks = 0
+        """Blocks that its allocation took from the set of allocatable ones."""
         self.num_filled_blocks = 0
         """Leading blocks marked as filled."""
         self.prefill_target = len(self.token_ids)

@@ -127,6 +127,14 @@ async def test_decode_alone_serves_and_says_so() -> None:
 
 
 @pytest.mark.parametrize("prefill", ["p0", ""])
+async def test_cached_blocks_that_nobody_held_are_charged(prefill: str) -> None:
+    async with open_cluster() as cluster:
+        for cached_tokens in (0, 28):
+            reservation = (await cluster.generate(cluster.request(PROMPT, prefill=prefill))).reservation
+            assert (reservation.num_blocks, reservation.num_charged_blocks, reservation.cached_tokens) == (10, 10, cached_tokens)
+
+
+@pytest.mark.parametrize("prefill", ["p0", ""])
 async def test_a_resume_goes_on_behind_the_tokens_sent(prefill: str) -> None:
     tokens = alone(PROMPT, temperature=0.7, seed=3)
     async with open_cluster() as cluster:

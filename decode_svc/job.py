@@ -33,6 +33,9 @@ class Job:
     @classmethod
     def of(cls, request: decode_pb2.DecodeServiceGenerateRequest, model: ModelFacts) -> Self:
         """Raises StatusError INVALID_ARGUMENT that names the field."""
+        num_tokens = len(request.prompt_token_ids) + len(request.output_token_ids)
+        if num_tokens + (request.sampling_params.max_tokens > 0) > model.max_model_len:  # in front of anything that takes time in proportion to it
+            raise invalid_argument("prompt_token_ids", f"{num_tokens} tokens and one more are over max_model_len ({model.max_model_len})")
         with engine_errors():
             sampling = sampling_params_from_proto(request.sampling_params, vocab_size=model.vocab_size)
             prompt = token_ids_from_proto(request.prompt_token_ids, vocab_size=model.vocab_size, field="prompt_token_ids")
@@ -41,9 +44,6 @@ class Job:
             raise invalid_argument("prompt_token_ids", "must not be empty")
         if output and len(output) >= sampling.max_tokens:
             raise invalid_argument("output_token_ids", f"holds {len(output)} tokens, max_tokens is {sampling.max_tokens}")
-        num_tokens = len(prompt) + len(output)
-        if num_tokens + (sampling.max_tokens > 0) > model.max_model_len:
-            raise invalid_argument("prompt_token_ids", f"{num_tokens} tokens and one more are over max_model_len ({model.max_model_len})")
         return cls(request.request_id, request.tenant_salt, prompt, output, sampling, request.sampling_params, request.priority)
 
     @property

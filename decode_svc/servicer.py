@@ -10,6 +10,7 @@ import grpc
 from decode_svc.generation import Generation
 from decode_svc.job import Job
 from decode_svc.pool import DecodePool
+from rpc.deadline import at_most
 from rpc.errors import failed_precondition
 from rpc.server import RpcServer
 from tandem.v1 import decode_pb2, decode_pb2_grpc
@@ -35,7 +36,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             name = request.prefill_instance
             if name and name not in self._pool.peers:
                 raise failed_precondition("this instance knows no such prefill instance", {"prefill_instance": name[:256]}, reason="UNKNOWN_INSTANCE")
-            await Generation(self._pool, Job.of(request, self._pool.engine.model), name, context).run()
+            async with at_most(self._pool.max_request_time_s, "decode"):
+                await Generation(self._pool, Job.of(request, self._pool.engine.model), name, context).run()
 
     async def WatchLoad(self, request: decode_pb2.DecodeServiceWatchLoadRequest, context: AnyContext) -> None:
         """See decode.proto."""

@@ -22,7 +22,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     @asynccontextmanager
     async def register(worker: Worker) -> AsyncIterator[None]:
         pool = open_pool(worker.engine, worker.metrics, max_reader_stop_s=settings.max_reader_stop_s)
-        PrefillServicer(pool, worker.load, max_active_requests=settings.max_active_requests).add_to(worker.server)
+        servicer = PrefillServicer(pool, worker.load, max_active_requests=settings.max_active_requests, max_request_time_s=settings.max_request_time_s)
+        servicer.add_to(worker.server)
         try:
             yield
         finally:

@@ -31,6 +31,9 @@ def check_prompt(start: prefill_pb2.PrefillStart, pool: PrefillPool) -> Prompt:
     """Raises StatusError: FAILED_PRECONDITION for pools that do not pair, INVALID_ARGUMENT naming the field. Nothing has been computed."""
     _check_layout(start, pool)
     model = pool.engine.model
+    num_tokens = len(start.prompt_token_ids) + len(start.output_token_ids)
+    if num_tokens > model.max_model_len:  # in front of anything that takes time in proportion to it
+        raise invalid_argument("prompt_token_ids", f"{num_tokens} tokens are over max_model_len ({model.max_model_len})")
     with engine_errors():
         sampling = sampling_params_from_proto(start.sampling_params, vocab_size=model.vocab_size)
         prompt = token_ids_from_proto(start.prompt_token_ids, vocab_size=model.vocab_size, field="prompt_token_ids")
@@ -42,7 +45,7 @@ def check_prompt(start: prefill_pb2.PrefillStart, pool: PrefillPool) -> Prompt:
     source = _choose(start, pool)
     if source is not None and sampling.max_tokens == 0:
         raise invalid_argument("transports", "must be empty when max_tokens is 0: there is nothing to hand over for")
-    num_blocks = -(-(len(prompt) + len(output)) // model.layout.block_size)
+    num_blocks = -(-num_tokens // model.layout.block_size)
     if start.num_cached_blocks > num_blocks:
         raise invalid_argument("num_cached_blocks", f"is {start.num_cached_blocks}, the prompt has {num_blocks}")
     spec = SequenceSpec(

@@ -12,6 +12,7 @@ from kvtransfer.hold import host_of
 from prefill_svc.conversation import Conversation
 from prefill_svc.pool import PrefillPool
 from prefill_svc.prompt import check_prompt
+from rpc.deadline import at_most
 from rpc.errors import aborted, failed_precondition, invalid_argument
 from rpc.server import RpcServer
 from tandem.v1 import prefill_pb2, prefill_pb2_grpc
@@ -26,18 +27,20 @@ AnyContext = grpc.aio.ServicerContext[Any, Any]
 class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     """Serves one pool. Every Prefill RPC is the hold on its blocks."""
 
-    def __init__(self, pool: PrefillPool, load: LoadWatch, *, max_active_requests: int = 1024) -> None:
+    def __init__(self, pool: PrefillPool, load: LoadWatch, *, max_active_requests: int = 1024, max_request_time_s: float = 600.0) -> None:
         self._pool = pool
         self._load = load
         self._active = ActiveRequests(max_active_requests)
+        self._max_request_time_s = max_request_time_s
 
     async def Prefill(self, request_iterator: object, context: AnyContext) -> None:
         """See prefill.proto."""
         with self._active.one():
-            request = await context.read()
-            if request is grpc.aio.EOF or request.WhichOneof("step") != "start":
-                raise invalid_argument("step", "the first message must be start")
-            await Conversation(self._pool, check_prompt(request.start, self._pool), context).run()
+            async with at_most(self._max_request_time_s, "prefill"):
+                request = await context.read()
+                if request is grpc.aio.EOF or request.WhichOneof("step") != "start":
+                    raise invalid_argument("step", "the first message must be start")
+                await Conversation(self._pool, check_prompt(request.start, self._pool), context).run()
 
     async def ReadKv(self, request: prefill_pb2.ReadKvRequest, context: AnyContext) -> None:
         """See prefill.proto. Its responses are messages already made: bytes."""

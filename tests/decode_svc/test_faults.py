@@ -135,6 +135,19 @@ async def test_without_another_way_the_hand_over_fails_cleanly(phase: str) -> No
         await cluster.assert_nothing_held()
 
 
+@pytest.mark.parametrize("prefill", ["p0", ""])
+async def test_no_request_without_a_deadline_outlives_the_longest_request_time(prefill: str) -> None:
+    async with open_cluster(max_request_time_s=0.4) as cluster:
+        _gate_decode(cluster)
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            async for _ in cluster.decode.stub.Generate(cluster.request(PROMPT, prefill=prefill)):
+                pass
+        assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert StatusError.of(ended.value).metadata == {"phase": "decode"}
+        _open_gates(cluster)
+        await cluster.assert_nothing_held()
+
+
 async def test_an_instance_that_is_not_there_is_no_obstacle() -> None:
     async with open_cluster(num_prefills=2) as cluster:
         await cluster.prefills[0].kill()

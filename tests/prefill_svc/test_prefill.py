@@ -54,9 +54,9 @@ def _copied(hold_id: str, num_blocks: int) -> prefill_pb2.PrefillRequest:
 class Conversation:
     """Plays decode."""
 
-    def __init__(self, node: PrefillNode) -> None:
+    def __init__(self, node: PrefillNode, timeout_s: float | None = 20) -> None:
         self.node = node
-        self.call = node.stub.Prefill(timeout=20)
+        self.call = node.stub.Prefill(timeout=timeout_s)
         self.ready: list[Any] = []
 
     async def start(self, **fields: Any) -> Conversation:
@@ -234,6 +234,30 @@ async def test_ends_without_a_transport_in_common_are_refused(node: PrefillNode)
 async def test_bad_starts_are_refused_by_field(node: PrefillNode, fields: dict[str, Any], field: str) -> None:
     status = await (await Conversation(node).start(**fields)).refused()
     assert (status.code, status.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+
+
+async def test_a_prompt_over_the_limit_never_reaches_the_engine(node: PrefillNode) -> None:
+    status = await (await Conversation(node).start(prompt_token_ids=[1] * 100)).refused()
+    assert (status.code, status.field) == (grpc.StatusCode.INVALID_ARGUMENT, "prompt_token_ids")
+    assert "130 tokens are over max_model_len (128)" in status.message
+
+
+@pytest.mark.parametrize("phase", ["silent", "computing", "held"])
+async def test_no_hold_outlives_the_longest_request_time(phase: str) -> None:
+    async with open_prefill("p0", max_request_time_s=0.3) as node:
+        talk = Conversation(node, timeout_s=None)
+        if phase == "computing":
+            node.device.gate = threading.Event()
+        if phase != "silent":
+            await talk.start()
+        if phase == "held":
+            await talk.done()
+        status = await talk.refused()
+        assert (status.code, status.metadata) == (grpc.StatusCode.DEADLINE_EXCEEDED, {"phase": "prefill"})
+        if node.device.gate is not None:
+            node.device.gate.set()
+        await assert_nothing_held(node.engine)
+        assert len(node.pool.holds) == 0
 
 
 async def test_a_guessed_hold_cannot_be_read_and_a_wrong_run_is_named(node: PrefillNode) -> None:

@@ -156,13 +156,13 @@ async def until(condition: Callable[[], bool], within_s: float = 5.0) -> None:
 
 
 @asynccontextmanager
-async def open_prefill(name: str, **options: Any) -> AsyncIterator[PrefillNode]:
+async def open_prefill(name: str, *, max_request_time_s: float = 600.0, **options: Any) -> AsyncIterator[PrefillNode]:
     """A running prefill worker."""
     async with running_fake_engine(**options) as (engine, device):
         pool = open_pool(engine, metrics("prefill"))
         load = LoadWatch(engine, "fake")
         server = RpcServer(name)
-        PrefillServicer(pool, load).add_to(server)
+        PrefillServicer(pool, load, max_request_time_s=max_request_time_s).add_to(server)
         port = await server.start()
         server.set_ready(True)
         load.set_ready(True)
@@ -186,6 +186,7 @@ async def open_cluster(
     policy: FailurePolicy | None = None,
     prefill_options: dict[str, Any] | None = None,
     decode_options: dict[str, Any] | None = None,
+    max_request_time_s: float = 600.0,
 ) -> AsyncIterator[Cluster]:
     """A running cluster; options of the engines as of `fake_parts`."""
     async with AsyncExitStack() as stack:
@@ -196,7 +197,7 @@ async def open_cluster(
         settings = ReadSettings(transports=transports, inline=InlineLimits(checksum=checksum))
         peers = PrefillPeers(targets, engine.kv_cache.blocks, executor, settings)
         stack.push_async_callback(peers.close)
-        pool = DecodePool(engine, peers, Quarantine(), policy or FailurePolicy(), metrics("decode"), PrefillPace())
+        pool = DecodePool(engine, peers, Quarantine(), policy or FailurePolicy(), metrics("decode"), PrefillPace(), max_request_time_s)
         load = LoadWatch(engine, "fake")
         server = RpcServer("decode")
         DecodeServicer(pool, load).add_to(server)

@@ -260,8 +260,6 @@ class AsyncEngine:
         num_taken = self._take_calls(wait=not self._changing)
         if num_taken is None:
             return False
-        if self._answers:
-            self._tell()  # now: whoever asked does not wait for the step
         self._changing = self._engine.step()
         if self._changing or num_taken:
             self._tell()
@@ -284,7 +282,11 @@ class AsyncEngine:
                 self._idle = wait and num_taken == 0
                 item = self._calls.get(timeout=_IDLE_WAIT_S) if self._idle else self._calls.get_nowait()
             except queue.Empty:
-                return num_taken
+                if not self._answers:
+                    return num_taken
+                # Now: whoever asked does not wait for the step. What was posted meanwhile is still taken before it.
+                self._tell()
+                continue
             finally:
                 self._idle = False
             if item is None:

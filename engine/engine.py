@@ -152,8 +152,8 @@ class Engine:
     def step(self) -> bool:
         """Computes one step; False when nothing was computed and nobody preempted, and so nothing will be before the next call."""
         self._num_steps += 1
-        plan = self.scheduler.schedule(self._num_steps)
         now = time.monotonic_ns()
+        plan = self.scheduler.schedule(self._num_steps)
         for victim in self.scheduler.preempted:
             self._tell(victim, Preempted(now))
         if plan is None:

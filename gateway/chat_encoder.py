@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from tokenizers import Tokenizer
 
 from gateway.chat_template import ChatTemplate, ChatTemplateError
+from gateway.prompt_ids import prompt_ids
 
 _SEAL, _OPEN, _CLOSE = "\ufdd0", "\ufdd1", "\ufdd2"
 _MARKS = re.compile(f"[{_SEAL}{_OPEN}{_CLOSE}]")
@@ -39,10 +40,10 @@ class ChatEncoder:
         self._rendered = re.compile(f"{_OPEN}(?P<text>{any_control}){_CLOSE}|[{_OPEN}{_CLOSE}]|(?P<control>{any_control})")
         self._check(tokenizer, control)
 
-    def encode(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation up to the assistant's turn. Raises ChatTemplateError."""
+    def encode(self, messages: Sequence[Mapping[str, str]], *, max_tokens: int | None = None) -> list[int]:
+        """Token ids of a conversation up to the assistant's turn. Raises ChatTemplateError, TooManyTokensError."""
         marked = [{**message, "content": self._mark(message)} for message in messages]
-        return self._encode(self._rendered.sub(_seal_match, self._template.render(marked)))
+        return self._encode(self._rendered.sub(_seal_match, self._template.render(marked)), max_tokens)
 
     def _mark(self, message: Mapping[str, str]) -> str:
         """The content with its control tokens marked. In the assistant's turns tokens that are not special, such as `</think>`, stay control."""
@@ -51,10 +52,10 @@ class ChatEncoder:
         control = self._special if message["role"] == "assistant" else self._control
         return control.sub(f"{_OPEN}\\g<0>{_CLOSE}", message["content"])
 
-    def _encode(self, sealed: str) -> list[int]:
+    def _encode(self, sealed: str, max_tokens: int | None = None) -> list[int]:
         [encoding] = self._sealed.encode_batch_fast([sealed], add_special_tokens=False)
         original = self._original_ids
-        return [original.get(token_id, token_id) for token_id in encoding.ids]
+        return [original.get(token_id, token_id) for token_id in prompt_ids(encoding, max_tokens)]
 
     def _check(self, tokenizer: Tokenizer, control: Sequence[str]) -> None:
         for content in control:

@@ -78,6 +78,9 @@ class Pools:
                 reason = "its load stream ended"
             except grpc.aio.AioRpcError as error:
                 reason = f"no load report: {error.code().name} {(error.details() or '')[:200]}".rstrip()
+            except Exception as error:  # a watch that ended in silence would leave the instance for ever as it was last seen
+                _LOG.exception("watching %s instance %s failed", peer.role.value, peer.name)
+                reason = f"its load report cannot be used: {type(error).__name__}"
             if instance.available or num_failures == 0:
                 _LOG.warning("%s instance %s is not available: %s", peer.role.value, peer.name, reason)
             instance.lose(reason)

@@ -34,26 +34,29 @@ class ServedModel:
     @classmethod
     def load(cls, directory: Path, *, name: str = "", max_model_len: int | None = None, num_threads: int = 2) -> ServedModel:
         """Reads tokenizer.json, tokenizer_config.json, config.json and generation_config.json. Raises ModelDirectoryError."""
-        config = _read_json(directory / "config.json", needed=True)
-        config = {**config, **config.get("text_config", {})}
-        tokenizer_config = _read_json(directory / "tokenizer_config.json")
-        backend = _read_tokenizer(directory / "tokenizer.json")
         try:
-            apply_config(backend, tokenizer_config)
-            source = read_chat_template(directory, tokenizer_config)
-            template = ChatTemplate(source, special_tokens_of(tokenizer_config)) if source is not None else None
-            tokenizer = TextTokenizer(backend, template, num_threads=num_threads)
-        except (ChatTemplateError, ValueError, KeyError) as error:
-            raise ModelDirectoryError(f"{directory}: {error}") from error
-        eos_of = _read_json(directory / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
-        return cls(
-            name=name or directory.name,
-            max_model_len=_context_length(directory, config, max_model_len),
-            vocab_size=int(config.get("vocab_size", backend.get_vocab_size(with_added_tokens=True))),
-            eos_token_ids=frozenset([eos_of] if isinstance(eos_of, int) else eos_of or ()),
-            tokenizer=tokenizer,
-            longest_token_chars=max(map(len, backend.get_vocab(with_added_tokens=True)), default=1),
-        )
+            return _load(directory, name, max_model_len, num_threads)
+        except (ChatTemplateError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ModelDirectoryError(f"{directory}: {type(error).__name__}: {error}") from error
+
+
+def _load(directory: Path, name: str, asked_len: int | None, num_threads: int) -> ServedModel:
+    config = _read_json(directory / "config.json", needed=True)
+    config = {**config, **config.get("text_config", {})}
+    tokenizer_config = _read_json(directory / "tokenizer_config.json")
+    backend = _read_tokenizer(directory / "tokenizer.json")
+    apply_config(backend, tokenizer_config)
+    source = read_chat_template(directory, tokenizer_config)
+    template = ChatTemplate(source, special_tokens_of(tokenizer_config)) if source is not None else None
+    eos_of = _read_json(directory / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
+    return ServedModel(
+        name=name or directory.name,
+        max_model_len=_context_length(directory, config, asked_len),
+        vocab_size=int(config.get("vocab_size", backend.get_vocab_size(with_added_tokens=True))),
+        eos_token_ids=frozenset(map(int, [eos_of] if isinstance(eos_of, int) else eos_of or ())),
+        tokenizer=TextTokenizer(backend, template, num_threads=num_threads),
+        longest_token_chars=max(map(len, backend.get_vocab(with_added_tokens=True)), default=1),
+    )
 
 
 def _context_length(directory: Path, config: dict[str, Any], asked: int | None) -> int:

@@ -11,40 +11,46 @@ from tokenizers import AddedToken, Tokenizer
 
 from gateway.chat_encoder import ChatEncoder
 from gateway.chat_template import ChatTemplate, ChatTemplateError
+from gateway.prompt_ids import prompt_ids
 
 LONG_TEXT_CHARS = 2_000
 """Texts up to this length are encoded on the event loop: that takes about a millisecond, less than a change of threads under load may."""
+_TURN_CHARS = 20
+"""A turn without content takes the template and the tokenizer about as long as this many characters."""
 T = TypeVar("T")
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class TextTokenizer:
-    """A model's tokenizer and chat template. Encoding is pure and safe in any thread; threads beyond `num_threads` wait."""
+    """A model's tokenizer and chat template. Encoding is pure and safe in any thread; threads beyond `num_threads` wait.
+
+    A prompt of more than `max_tokens`, where that is given, raises TooManyTokensError.
+    """
 
     def __init__(self, backend: Tokenizer, chat_template: ChatTemplate | None, *, num_threads: int = 2) -> None:
         self.backend = backend
         self._chat = ChatEncoder(backend, chat_template) if chat_template is not None else None
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
 
-    def encode_text(self, text: str) -> list[int]:
+    def encode_text(self, text: str, *, max_tokens: int | None = None) -> list[int]:
         """Ids of a plain prompt, with the beginning-of-sequence token where the model has one."""
         [encoding] = self.backend.encode_batch_fast([text], add_special_tokens=True)
-        return list(encoding.ids)
+        return prompt_ids(encoding, max_tokens)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], *, max_tokens: int | None = None) -> list[int]:
         """Ids of a conversation up to the assistant's turn. Raises ChatTemplateError."""
         if self._chat is None:
             raise ChatTemplateError("the model has no chat template")
-        return self._chat.encode(messages)
+        return self._chat.encode(messages, max_tokens=max_tokens)
 
-    async def encode_text_async(self, text: str) -> list[int]:
+    async def encode_text_async(self, text: str, *, max_tokens: int | None = None) -> list[int]:
         """`encode_text` that leaves the event loop free."""
-        return await self.off_the_loop(len(text), lambda: self.encode_text(text))
+        return await self.off_the_loop(len(text), lambda: self.encode_text(text, max_tokens=max_tokens))
 
-    async def encode_chat_async(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    async def encode_chat_async(self, messages: Sequence[Mapping[str, str]], *, max_tokens: int | None = None) -> list[int]:
         """`encode_chat` that leaves the event loop free."""
-        num_chars = sum(len(message["content"]) for message in messages)
-        return await self.off_the_loop(num_chars, lambda: self.encode_chat(messages))
+        num_chars = sum(_TURN_CHARS + len(message["content"]) for message in messages)
+        return await self.off_the_loop(num_chars, lambda: self.encode_chat(messages, max_tokens=max_tokens))
 
     def close(self) -> None:
         """Lets no new work in; threads end with what they are doing."""

@@ -149,7 +149,7 @@ def check_request(request: gateway_pb2.GenerateRequest, model: ServedModel, limi
     if request.model and request.model != model.name:
         raise not_found("MODEL_NOT_FOUND", f"model {request.model[:128]!r} is not served; {model.name!r} is")
     _check_input(request, model, bounds)
-    _raise_if("output_token_ids", _token_ids(request.output_token_ids, bounds))
+    _raise_if("output_token_ids", _too_many_tokens(len(request.output_token_ids), model) or _token_ids(request.output_token_ids, bounds))
     for field, value in request.sampling_params.ListFields():
         _raise_if(f"sampling_params.{field.name}", CHECKS[field.name](value, bounds))
 
@@ -159,7 +159,8 @@ def _check_input(request: gateway_pb2.GenerateRequest, model: ServedModel, bound
         case "text":
             _raise_if("text", "must not be empty" if not request.text else _too_many_chars(len(request.text), model))
         case "token_ids":
-            _raise_if("token_ids.ids", "must not be empty" if not request.token_ids.ids else _token_ids(request.token_ids.ids, bounds))
+            ids = request.token_ids.ids
+            _raise_if("token_ids.ids", "must not be empty" if not ids else _too_many_tokens(len(ids), model) or _token_ids(ids, bounds))
         case "chat":
             _check_messages(request.chat.messages, model, bounds)
         case _:
@@ -180,6 +181,11 @@ def _check_messages(messages: Sequence[gateway_pb2.ChatMessage], model: ServedMo
 def _too_many_chars(num_chars: int, model: ServedModel) -> str | None:
     limit = model.max_model_len * model.longest_token_chars
     return None if num_chars <= limit else f"is {num_chars} characters, which is above what {model.max_model_len} tokens can hold ({limit})"
+
+
+def _too_many_tokens(num_tokens: int, model: ServedModel) -> str | None:
+    """Looks at no token: a message can hold tens of millions, and a look at each would stall the event loop."""
+    return None if num_tokens <= model.max_model_len else f"is {num_tokens} tokens, above the context of {model.max_model_len}"
 
 
 def resolve(

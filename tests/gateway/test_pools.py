@@ -52,6 +52,18 @@ async def test_a_report_lets_waiting_requests_in(model: ServedModel) -> None:
         await waiting
 
 
+async def test_a_worker_that_answers_with_no_load_report_is_watched_on(model: ServedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with house(model, tokens([5])) as h:
+        instance = h.gateway.pools.instances["d0"]
+        with monkeypatch.context() as broken:
+            broken.setattr(h.gateway.ledger, "report", lambda *_, **__: 1 / 0)
+            h.decodes[0].load.change(num_free_blocks=900)
+            await h.until(lambda: not instance.available)
+            assert instance.reason == "its load report cannot be used: ZeroDivisionError"
+        await h.until(lambda: instance.available)
+        await h.generate(ask("x"))
+
+
 def test_settings_give_peers_and_limits(tmp_path: Path) -> None:
     arguments = [
         "--model",

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
+import threading
 import time
 from functools import cache
 from pathlib import Path
@@ -12,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.chat_template import ChatTemplateError
+from gateway.prompt_ids import TooManyTokensError
 from gateway.served_model import ModelDirectoryError, ServedModel
 from tests.gateway.conftest import FAMILIES, id_of
 
@@ -117,6 +120,48 @@ async def test_a_long_prompt_leaves_the_event_loop_free(models: dict[str, Served
     assert len(await encoding) > 100_000
     assert len(lags) > 10
     assert sorted(lags)[int(len(lags) * 0.9)] < 0.05
+
+
+def test_a_prompt_of_too_many_tokens_is_counted_and_not_listed(models: dict[str, ServedModel]) -> None:
+    tokenizer = models["smollm2"].tokenizer
+    with pytest.raises(TooManyTokensError, match="is 3000 tokens, above the context of 2999"):
+        tokenizer.encode_text("x" * 3000, max_tokens=2999)
+    assert len(tokenizer.encode_text("x" * 3000, max_tokens=3000)) == 3000
+    with pytest.raises(TooManyTokensError):
+        tokenizer.encode_chat([{"role": "user", "content": "x" * 3000}], max_tokens=3000)
+
+
+async def test_a_conversation_of_many_empty_turns_leaves_the_event_loop_free(models: dict[str, ServedModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, threads = models["smollm2"].tokenizer, set[int]()
+
+    def encode(*_: Any, **__: Any) -> list[int]:
+        threads.add(threading.get_ident())
+        return []
+
+    monkeypatch.setattr(tokenizer, "encode_chat", encode)
+    await tokenizer.encode_chat_async([{"role": "user", "content": ""}] * 1024)
+    assert threading.get_ident() not in threads
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("config.json", {"max_position_embeddings": 8, "vocab_size": "many"}),
+        ("config.json", {"max_position_embeddings": 8, "text_config": None}),
+        ("config.json", {"max_position_embeddings": "long"}),
+        ("config.json", {"max_position_embeddings": 8, "eos_token_id": ["end"]}),
+        ("tokenizer_config.json", {"added_tokens_decoder": [1]}),
+        ("tokenizer_config.json", {"chat_template": [{"name": "default"}]}),
+        ("tokenizer_config.json", {"chat_template": "{% if %}"}),
+    ],
+)
+def test_a_file_with_something_else_in_it_is_named(file: str, content: dict[str, Any], model_dirs: dict[str, Path], tmp_path: Path) -> None:
+    shutil.copytree(model_dirs["qwen3"], tmp_path, dirs_exist_ok=True)
+    for other in ("generation_config.json", "chat_template.jinja"):
+        (tmp_path / other).unlink(missing_ok=True)
+    (tmp_path / file).write_text(json.dumps(content))
+    with pytest.raises(ModelDirectoryError, match=str(tmp_path)):
+        ServedModel.load(tmp_path)
 
 
 def test_a_missing_or_broken_directory_is_named(tmp_path: Path) -> None:

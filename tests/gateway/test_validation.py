@@ -115,6 +115,14 @@ def test_lengths_are_refused_with_the_numbers(model: ServedModel) -> None:
         assert all(number in refused.value.message for number in numbers)
 
 
+@pytest.mark.parametrize("field", ["token_ids.ids", "output_token_ids"])
+def test_millions_of_token_ids_are_refused_without_a_look_at_each(field: str, model: ServedModel) -> None:
+    too_large_ids = [2**32 - 1] * 1_000_000
+    request = ask(token_ids=generation_pb2.TokenIds(ids=too_large_ids)) if field == "token_ids.ids" else ask("x", output_token_ids=too_large_ids)
+    error = problem(request, model)
+    assert (error.field, error.message) == (field, f"{field}: is 1000000 tokens, above the context of 512")
+
+
 def test_absent_parameters_are_resolved(model: ServedModel) -> None:
     got = resolved(ask("x"), model, 100)
     assert (got.max_tokens, got.skip_special_tokens, got.stop_token_ids) == (412, True, model.eos_token_ids)

@@ -66,10 +66,11 @@ class Completion:
         return self._complete(gateway_pb2.GenerateResponse(request_id=self._request.request_id, position=self.num_tokens))
 
     def usage(self) -> generation_pb2.Usage:
-        """Tokens so far."""
+        """Tokens so far. In a resume decode's cached tokens may be some of the replayed output, which is no part of the prompt."""
         num_prompt = len(self._request.prompt_token_ids)
+        cached_tokens = min(self.cached_tokens, num_prompt)
         return generation_pb2.Usage(
-            prompt_tokens=num_prompt, completion_tokens=self.num_tokens, total_tokens=num_prompt + self.num_tokens, cached_tokens=self.cached_tokens
+            prompt_tokens=num_prompt, completion_tokens=self.num_tokens, total_tokens=num_prompt + self.num_tokens, cached_tokens=cached_tokens
         )
 
     def _take_token(self, token_id: int) -> str:

@@ -20,6 +20,7 @@ from gateway.limits import RequestLimits
 from gateway.permits import Permits
 from gateway.pools import Pools
 from gateway.progress import Progress
+from gateway.prompt_ids import TooManyTokensError
 from gateway.router import Demand, Route
 from gateway.served_model import ServedModel
 from gateway.validation import ResolvedRequest, resolve
@@ -48,6 +49,8 @@ class Call:
     tenant: str
     remaining_s: float
     """Seconds until the client's deadline, or max_request_time_s."""
+    trailers: dict[str, str]
+    """Filled with the trailing metadata as it becomes known; the door sends it with whatever status the RPC ends."""
     write: Write
     """Takes one message; does not return before the transport has taken it, which bounds what a slow reader can make the gateway keep."""
 
@@ -144,23 +147,23 @@ class Course:
         return resolved
 
     async def _tokenize(self) -> list[int]:
-        tokenizer = self._parts.model.tokenizer
-        match self._request.WhichOneof("input"):
-            case "text":
-                return await tokenizer.encode_text_async(self._request.text)
-            case "chat":
-                messages = [{"role": message.role, "content": message.content} for message in self._request.chat.messages]
-                try:
-                    return await tokenizer.encode_chat_async(messages)
-                except ChatTemplateError as error:
-                    raise invalid_argument("chat.messages", str(error)) from None
-            case _:
-                return list(self._request.token_ids.ids)
+        tokenizer, max_tokens, form = self._parts.model.tokenizer, self._parts.pools.max_model_len(), self._request.WhichOneof("input")
+        try:
+            match form:
+                case "text":
+                    return await tokenizer.encode_text_async(self._request.text, max_tokens=max_tokens)
+                case "chat":
+                    messages = [{"role": message.role, "content": message.content} for message in self._request.chat.messages]
+                    return await tokenizer.encode_chat_async(messages, max_tokens=max_tokens)
+                case _:
+                    return list(self._request.token_ids.ids)
+        except (ChatTemplateError, TooManyTokensError) as error:
+            raise invalid_argument("chat.messages" if form == "chat" else "text", str(error)) from None
 
     @asynccontextmanager
     async def _admitted(self, request: ResolvedRequest, attempt: _Attempt) -> AsyncIterator[Ticket]:
         """The permit; the span covers the wait for it alone."""
-        parts, progress = self._parts, self._progress
+        progress = self._progress
         progress.phase = "queue"
         async with AsyncExitStack() as held:
             began = time.monotonic()
@@ -173,6 +176,7 @@ class Course:
                     priority=request.priority,
                     arrival=attempt.arrival,
                     timeout_s=self.remaining_s() - HOP_MARGIN_S,
+                    waited_s=progress.queued_s or 0.0,
                     again=attempt.again,
                 )
                 try:
@@ -182,7 +186,7 @@ class Course:
                 if ticket.waited_for is not None:
                     handle.set_attribute(spans.QUEUE_REASON, ticket.waited_for.value)
                     handle.set_attribute(spans.QUEUE_POSITION, ticket.position)
-            parts.metrics.request_queue_time_seconds.observe(time.monotonic() - began)
+            progress.queued_s = (progress.queued_s or 0.0) + time.monotonic() - began
             yield ticket
 
     async def _route(self, ticket: Ticket) -> Route:
@@ -234,7 +238,7 @@ class Course:
             progress.received(message)
             if message.HasField("reservation"):
                 admission.answered(ticket, message.reservation.num_charged_blocks)
-            elif progress.num_messages == 1:
+            else:
                 admission.answered(ticket, None)
             if message.HasField("prompt") or message.token_ids:
                 admission.prompt_done(ticket)

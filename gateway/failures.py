@@ -29,7 +29,7 @@ def client_status(failure: StatusError, *, remaining_s: float, phase: str, num_m
     """The status that the client gets. Texts of the channel (addresses, library words) stay inside."""
     if failure.code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED) and remaining_s <= _OWN_END_S:
         return deadline_exceeded(failure.metadata.get("phase", phase))
-    if failure.code in _PASSED_ON:
+    if failure.code in _PASSED_ON and failure.reason:
         return failure
     if failure.code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return deadline_exceeded(failure.metadata.get("phase", phase))

@@ -27,9 +27,9 @@ class Generations:
         parts.metrics.num_requests_running.set_function(lambda: parts.admission.num_active)
         parts.metrics.num_requests_waiting.set_function(lambda: parts.admission.num_waiting)
 
-    async def run(self, request: gateway_pb2.GenerateRequest, call: Call) -> dict[str, str]:
-        """Serves a request to its end and returns its trailing metadata. Raises StatusError; a cancel ends everything below it."""
-        progress = Progress(self._parts.metrics)
+    async def run(self, request: gateway_pb2.GenerateRequest, call: Call) -> None:
+        """Serves a request to its end. Raises StatusError; a cancel ends everything below it."""
+        progress = Progress(self._parts.metrics, call.trailers)
         course = Course(self._parts, request, call, progress)
         code = grpc.StatusCode.INTERNAL
         try:
@@ -37,13 +37,13 @@ class Generations:
                 with self._registered(request, call.tenant, progress):
                     await course.run()
             code = grpc.StatusCode.OK
-            return progress.trailers
         except StatusError as error:
             code = error.code
-            raise _with_trailers(error, progress) from None
+            error.trailers.clear()  # a worker's; the client gets this request's own
+            raise
         except TimeoutError:
             code = grpc.StatusCode.DEADLINE_EXCEEDED
-            raise _with_trailers(deadline_exceeded(progress.phase), progress) from None
+            raise deadline_exceeded(progress.phase) from None
         except (asyncio.CancelledError, grpc.aio.InternalError):
             # The client has left: told as a cancel, or by a message that could not be sent to it. Its deadline's end comes as a cancel too.
             code = grpc.StatusCode.DEADLINE_EXCEEDED if course.remaining_s() <= HOP_MARGIN_S else grpc.StatusCode.CANCELLED
@@ -71,9 +71,3 @@ class Generations:
         finally:
             logged_request_id.reset(token)
             self._in_flight.discard(key)
-
-
-def _with_trailers(error: StatusError, progress: Progress) -> StatusError:
-    """The error with what is known of the request; tokens sent is among it once one was."""
-    error.trailers = {**error.trailers, **progress.trailers}
-    return error

@@ -21,24 +21,23 @@ class Permits:
 
     @asynccontextmanager
     async def admit(
-        self, key: str, tenant: str, demand: Demand, *, priority: int, arrival: int, timeout_s: float, again: bool = False
+        self, key: str, tenant: str, demand: Demand, *, priority: int, arrival: int, timeout_s: float, waited_s: float = 0.0, again: bool = False
     ) -> AsyncIterator[Ticket]:
         """Waits until the request is admitted; its blocks, tokens and place are held until the block ends.
 
-        Raises Refused (QUEUE_TIMEOUT after max_queue_time_s), TimeoutError after `timeout_s`. A cancel ends the wait at once.
+        Raises Refused (QUEUE_TIMEOUT after max_queue_time_s, of which `waited_s` are gone), TimeoutError after `timeout_s`. A cancel ends the wait at once.
         """
         settled = asyncio.Event()
         ticket = Ticket(key, tenant, priority, arrival, demand, settled.set)
         try:
             self.admission.offer(ticket, again=again)
             if ticket.route is None:
-                await self._wait(ticket, settled, timeout_s)
+                await self._wait(ticket, settled, timeout_s, self.admission.limits.max_queue_time_s - waited_s)
             yield ticket
         finally:
             self.admission.end(ticket)
 
-    async def _wait(self, ticket: Ticket, settled: asyncio.Event, timeout_s: float) -> None:
-        limit_s = self.admission.limits.max_queue_time_s
+    async def _wait(self, ticket: Ticket, settled: asyncio.Event, timeout_s: float, limit_s: float) -> None:
         try:
             async with asyncio.timeout(min(limit_s, timeout_s)):
                 await settled.wait()

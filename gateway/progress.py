@@ -34,6 +34,7 @@ class Progress:
     """One request's course. Times are `time.monotonic()`."""
 
     metrics: GatewayMetrics
+    trailers: dict[str, str]
     request_id: str = ""
     phase: str = "validate"
     """Where it is: validate, tokenize, queue, route, prefill, decode."""
@@ -41,7 +42,8 @@ class Progress:
     """Tokens handed to the client in this stream."""
     num_messages: int = 0
     """Messages received from decode."""
-    trailers: dict[str, str] = field(default_factory=dict)
+    queued_s: float | None = None
+    """Seconds in the queue, all times that it was there; None until it was admitted."""
     _started: float = field(default_factory=time.monotonic)
     _first_token: float | None = None
     _last_token: float | None = None
@@ -123,6 +125,8 @@ class Progress:
         cancelled = code is grpc.StatusCode.CANCELLED
         reason = "abort" if cancelled else "error" if code is not grpc.StatusCode.OK or finish is None else FINISH_REASONS[finish.finish_reason]
         self.metrics.requests(reason, code.name).inc()
+        if self.queued_s is not None:
+            self.metrics.request_queue_time_seconds.observe(self.queued_s)
         if completion is not None:
             usage = completion.usage()
             output = {spans.GEN_AI_USAGE_OUTPUT_TOKENS: usage.completion_tokens, spans.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS: usage.cached_tokens}

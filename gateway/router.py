@@ -77,9 +77,10 @@ class Router:
         decodes = [decode for decode in self._available(Role.DECODE) if decode.name not in demand.excluded]
         if not decodes:
             return Missing.NO_DECODE
-        if not any(self._could_hold(demand, decode) for decode in decodes):
+        large_enough = [decode for decode in decodes if self._could_hold(demand, decode)]
+        if not large_enough:
             return Missing.TOO_LONG
-        return None if self._with_prefill(decodes) else Missing.NO_PREFILL
+        return None if self._with_prefill(large_enough) else Missing.NO_PREFILL
 
     def route(self, demand: Demand) -> Route | Waiting:
         """The least loaded pair with room, or what there is no room in."""

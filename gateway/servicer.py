@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from gateway.admission import Admission
-from gateway.course import Call
+from gateway.course import Call, Write
 from gateway.generation import Generations
 from gateway.pools import Pools
 from gateway.served_model import ServedModel
@@ -46,8 +46,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
 
     async def Generate(self, request: gateway_pb2.GenerateRequest, context: Context) -> None:
         """Streams a completion."""
-        call = Call(_TENANT, remaining_s(context, self._max_request_time_s), context.write)
-        _set_trailers(context, await self._generations.run(request, call))
+        await self._run(request, context, context.write)
 
     async def GenerateUnary(self, request: gateway_pb2.GenerateUnaryRequest, context: Context) -> gateway_pb2.GenerateUnaryResponse:
         """Returns a completion whole."""
@@ -55,9 +54,10 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             raise invalid_argument("request", "must be set")
         choice = gateway_pb2.Choice()
         response = gateway_pb2.GenerateUnaryResponse()
+        texts: list[str] = []
 
         async def collect(piece: gateway_pb2.GenerateResponse) -> None:
-            choice.text += piece.text
+            texts.append(piece.text)
             choice.token_ids.extend(piece.token_ids)
             choice.logprobs.extend(piece.logprobs)
             response.request_id = piece.request_id
@@ -67,10 +67,17 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                 choice.finish.CopyFrom(piece.finish)
                 response.usage.CopyFrom(piece.usage)
 
-        call = Call(_TENANT, remaining_s(context, self._max_request_time_s), collect)
-        _set_trailers(context, await self._generations.run(request.request, call))
+        await self._run(request.request, context, collect)
+        choice.text = "".join(texts)
         response.choices.append(choice)
         return response
+
+    async def _run(self, request: gateway_pb2.GenerateRequest, context: Context, write: Write) -> None:
+        call = Call(_TENANT, remaining_s(context, self._max_request_time_s), {}, write)
+        try:
+            await self._generations.run(request, call)
+        finally:
+            context.set_trailing_metadata(tuple(call.trailers.items()))
 
     async def ListModels(self, request: gateway_pb2.ListModelsRequest, context: Context) -> gateway_pb2.ListModelsResponse:
         """Lists the one model."""
@@ -85,7 +92,3 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     async def GetStatus(self, request: gateway_pb2.GetStatusRequest, context: Context) -> gateway_pb2.GetStatusResponse:
         """Tells of this gateway and both pools."""
         return gateway_status(self._pools, self._admission, draining=self._draining())
-
-
-def _set_trailers(context: Context, trailers: dict[str, str]) -> None:
-    context.set_trailing_metadata(tuple(trailers.items()))

@@ -92,6 +92,8 @@ class RpcServer:
 
     def set_ready(self, ready: bool, reason: str = "") -> None:
         """Sets readiness. `reason` says why not, for the log and for status pages. Without effect once draining."""
+        if self.draining:
+            return
         self.not_ready_reason = "" if ready else reason
         _LOG.info("%s is %s", self.name, "ready" if ready else f"not ready: {reason}")
         for service in self._services:
@@ -118,9 +120,9 @@ class RpcServer:
 
         After `grace_s` the rest is cancelled and gets UNAVAILABLE DRAINING. True when nothing had to be cancelled.
         """
+        self._calls.draining = True
         self.not_ready_reason = "draining"
         await self._health.enter_graceful_shutdown()
-        self._calls.draining = True
         _LOG.info("%s drains %d requests for at most %g s", self.name, self.num_active_rpcs, grace_s)
         finished = await self._calls.wait_for_requests(grace_s)
         if not finished:

@@ -234,6 +234,16 @@ def test_layouts_that_differ_are_not_paired() -> None:
         desk.offer()
 
 
+def test_a_request_that_only_an_unpaired_instance_could_hold_is_refused_and_blocks_nobody() -> None:
+    desk = Desk(num_decodes=2, num_prefills=1)
+    large = load_report(100, [2], max_model_len=100_000, num_blocks=10_000)
+    large.layout.model_fingerprint = "another"
+    desk.instances["d0"].report(large)
+    with pytest.raises(Refused, match="NO_PREFILL"):
+        desk.offer(num_prompt=5_000)
+    assert desk.offer().route is not None
+
+
 def test_an_excluded_instance_is_not_used() -> None:
     desk = Desk(num_decodes=2)
     for _ in range(3):

@@ -143,6 +143,12 @@ async def test_a_resume_goes_on_behind_the_tokens_sent(model: ServedModel) -> No
         assert list(h.decodes[0].requests[0].output_token_ids) == output[:3]
 
 
+async def test_cached_tokens_of_a_resume_are_at_most_the_prompts(model: ServedModel) -> None:
+    async with house(model, tokens([5], first=4)) as h:
+        messages, _ = await h.generate(ask(token_ids=generation_pb2.TokenIds(ids=[7]), output_token_ids=[5, 5, 5, 5]))
+        assert (messages[-1].usage.prompt_tokens, messages[-1].usage.cached_tokens) == (1, 1)
+
+
 @pytest.mark.parametrize(("fields", "expected"), [({"max_tokens": 2}, "length"), ({"stop": ["ab"]}, "ab"), ({"stop_token_ids": True}, "token")])
 async def test_a_resume_of_a_completion_that_had_ended_ends_at_once(fields: dict[str, object], expected: str, model: ServedModel) -> None:
     output = [ids_of(model, "a")[0], ids_of(model, "b")[0]]
@@ -244,6 +250,7 @@ async def test_the_own_time_limit_names_the_phase(model: ServedModel) -> None:
         (StatusError(grpc.StatusCode.CANCELLED, "gone"), grpc.StatusCode.UNAVAILABLE, "DECODE_LOST"),
         (StatusError(grpc.StatusCode.UNKNOWN, "what"), grpc.StatusCode.INTERNAL, "INTERNAL"),
         (invalid_argument("prompt", "no"), grpc.StatusCode.INVALID_ARGUMENT, "INVALID_ARGUMENT"),
+        (StatusError(grpc.StatusCode.RESOURCE_EXHAUSTED, "secret of the channel"), grpc.StatusCode.INTERNAL, "INTERNAL"),
     ],
 )
 @pytest.mark.parametrize("num_tokens", [0, 2])
@@ -325,6 +332,42 @@ async def test_decode_without_blocks_for_long_is_the_queues_time_limit(model: Se
             await h.generate(ask("x"))
         assert (refused.value.code, refused.value.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_TIMEOUT")
         assert refused.value.retry_after_s
+
+
+async def test_returns_to_the_queue_do_not_renew_its_time_limit(model: ServedModel) -> None:
+    async with house(model, fails(exhausted("NO_KV_BLOCKS", "no", None)), admission=AdmissionLimits(max_queue_time_s=0.5)) as h:
+        with pytest.raises(StatusError) as refused:
+            await h.generate(ask("x"), timeout=5)
+        assert (refused.value.code, refused.value.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_TIMEOUT")
+        assert len(h.decodes[0].requests) > 1
+        assert h.metric("request_queue_time_seconds_count") == 1
+
+
+async def test_a_stream_that_the_drain_cuts_says_how_far_it_came(model: ServedModel) -> None:
+    async with house(model, tokens([5, 6], hang=True)) as h:
+        call = h.stub.Generate(ask("x", request_id="r-1"), timeout=WAIT_S)
+        for _ in range(2):
+            await call.read()
+        await h.gateway.server.drain(0.05)
+        with pytest.raises(grpc.aio.AioRpcError) as cut:
+            await call.read()
+        failed = StatusError.of(cut.value)
+        assert (failed.code, failed.reason) == (grpc.StatusCode.UNAVAILABLE, "DRAINING")
+        assert (failed.trailers["tandem-tokens-sent"], failed.trailers["tandem-request-id"]) == ("2", "r-1")
+
+
+async def test_requests_in_the_queue_are_served_or_refused_by_the_drain(model: ServedModel) -> None:
+    go = asyncio.Event()
+    async with house(model, waits(go, tokens([5])), admission=AdmissionLimits(max_active_requests=1)) as h:
+        running = [asyncio.create_task(h.generate(ask("x"))) for _ in range(3)]
+        await h.until(lambda: h.gateway.admission.num_waiting == 2)
+        drain = asyncio.create_task(h.gateway.server.drain(5))
+        await h.until(lambda: h.gateway.server.draining)
+        with pytest.raises(StatusError, match="shutting down"):
+            await h.generate(ask("x"))
+        go.set()
+        assert await drain
+        assert [len(messages) for messages, _ in await asyncio.gather(*running)] == [1, 1, 1]
 
 
 async def test_a_full_queue_is_refused_with_the_time_to_come_back(model: ServedModel) -> None:

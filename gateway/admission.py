@@ -71,6 +71,7 @@ class Admission:
         self._num_queued_tokens = 0
         self._admitted: deque[float] = deque(maxlen=1024)
         self._num_arrivals = 0
+        self._shapes = router.shapes()
 
     @property
     def num_active(self) -> int:
@@ -108,13 +109,19 @@ class Admission:
 
     def instances_changed(self) -> None:
         """Instances came, went or reported: refuses at once what can be served no more, and admits what fits."""
+        shapes = self._router.shapes()
+        if shapes != self._shapes:  # a report that only moves the load cannot make a request unservable, and there are hundreds of those a second
+            self._shapes = shapes
+            self._refuse_unservable()
+        self.pump()
+
+    def _refuse_unservable(self) -> None:
         for ticket in tuple(self._queue):
             refused = self._refusal(ticket.demand)
             if refused is not None:
                 self._unqueue(ticket)
                 ticket.refused = refused
                 ticket.settled()
-        self.pump()
 
     def confirm(self, ticket: Ticket) -> Route:
         """The route as it can be used now: a prefill instance that has gone since is replaced. Raises Refused when decode has gone, or all of prefill."""

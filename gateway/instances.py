@@ -45,6 +45,23 @@ class Backlog:
         return self._foreign + min(self.own, self._reported - self._foreign + self._sent_since)
 
 
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a load report says that does not change from one report to the next: it decides what an instance can ever serve, and with whom it pairs."""
+
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+    reserve_output_tokens: int
+    layout: bytes
+
+    @classmethod
+    def of(cls, load: load_pb2.LoadReport) -> Shape:
+        """The shape in a report."""
+        layout = load.layout.SerializeToString(deterministic=True)
+        return cls(load.max_model_len, load.num_blocks, load.block_size, load.reserve_output_tokens, layout)
+
+
 @dataclass(slots=True)
 class Instance:
     """A configured worker. `reason` is empty while requests may go to it."""
@@ -52,6 +69,7 @@ class Instance:
     name: str
     role: Role
     load: load_pb2.LoadReport | None = None
+    shape: Shape | None = None
     reason: str = "not connected yet"
     backlog: Backlog = field(default_factory=Backlog)
     num_own_requests: int = 0
@@ -60,7 +78,7 @@ class Instance:
 
     def report(self, load: load_pb2.LoadReport, mismatch: str = "") -> None:
         """Takes a load report; `mismatch` says why the instance cannot serve this gateway's model."""
-        self.load = load
+        self.load, self.shape = load, Shape.of(load)
         self.reason = mismatch or ("draining" if load.draining else "" if load.ready else "not ready")
         self.backlog.report(load.prefill_backlog_tokens)
         self._own_at_report = self.num_own_requests
@@ -88,4 +106,4 @@ class Instance:
 
     def pairs_with(self, other: Instance) -> bool:
         """Whether KV can go from one to the other: their layouts are known and equal."""
-        return self.load is not None and other.load is not None and bool(self.load.layout == other.load.layout)
+        return self.shape is not None and other.shape is not None and self.shape.layout == other.shape.layout

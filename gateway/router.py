@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 
-from gateway.instances import Instance, Role
+from gateway.instances import Instance, Role, Shape
 from gateway.ledger import Ledger, num_charged_blocks
 
 
@@ -72,6 +72,10 @@ class Router:
         self._max_backlog = max_prefill_backlog_tokens
         self._max_total_kv_tokens = max_total_kv_tokens
 
+    def shapes(self) -> tuple[Shape | None, ...]:
+        """All that `missing` depends on: the shapes of the available instances, None for the others."""
+        return tuple(instance.shape if instance.available else None for instance in self._instances.values())
+
     def missing(self, demand: Demand) -> Missing | None:
         """Why waiting is of no use: a pool without an available instance, or a request that is larger than any pool."""
         decodes = [decode for decode in self._available(Role.DECODE) if decode.name not in demand.excluded]
@@ -80,7 +84,7 @@ class Router:
         large_enough = [decode for decode in decodes if self._could_hold(demand, decode)]
         if not large_enough:
             return Missing.TOO_LONG
-        return None if self._with_prefill(large_enough) else Missing.NO_PREFILL
+        return None if any(self.computing_for(decode) is not None for decode in large_enough) else Missing.NO_PREFILL
 
     def route(self, demand: Demand) -> Route | Waiting:
         """The least loaded pair with room, or what there is no room in."""

@@ -13,7 +13,7 @@ from gateway.instances import Instance, Role
 from gateway.ledger import Ledger
 from gateway.limits import AdmissionLimits
 from gateway.permits import Permits
-from gateway.router import Demand, Router, Waiting
+from gateway.router import Demand, Missing, Router, Waiting
 from tests.gateway.fake_decode import load_report
 
 
@@ -170,6 +170,27 @@ def test_an_empty_pool_refuses_new_requests_and_those_that_wait() -> None:
         with pytest.raises(Refused, match=reason):
             desk.offer()
         assert desk.admission.num_waiting == 0
+
+
+def test_a_report_that_only_moves_the_load_does_not_look_at_each_waiting_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    desk = Desk(limits=AdmissionLimits(max_active_requests=1))
+    running, *waiting = [desk.offer() for _ in range(100)]
+    looked_at: list[Demand] = []
+    missing = desk.router.missing
+
+    def count(demand: Demand) -> Missing | None:
+        looked_at.append(demand)
+        return missing(demand)
+
+    monkeypatch.setattr(desk.router, "missing", count)
+    for num_free in range(900, 1000):
+        desk.report("d0", Role.DECODE, num_free_blocks=num_free)
+    assert looked_at == []
+    desk.report("d0", Role.DECODE, draining=True)
+    assert len(looked_at) == len(waiting)
+    assert {ticket.refused.reason for ticket in waiting if ticket.refused is not None} == {"NO_DECODE"}
+    desk.admission.end(running)
+    desk.admission.assert_nothing_held()
 
 
 def test_requests_wait_at_the_gateway_when_decode_has_no_place_for_a_sequence() -> None:

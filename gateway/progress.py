@@ -87,6 +87,7 @@ class Progress:
             path = _PATHS.get(message.prompt.path, "unknown")
             self.trailers["tandem-path"] = path
             self._span.set_attribute(spans.PROMPT_PATH, path)
+            self.trailers.pop("tandem-prefill-instance", None)  # an earlier report's, whose hand-over failed
             if message.prompt.prefill_instance:
                 self.trailers["tandem-prefill-instance"] = message.prompt.prefill_instance
                 self._span.set_attribute(spans.PREFILL_INSTANCE, message.prompt.prefill_instance)

@@ -69,6 +69,16 @@ async def test_a_completion_streams_with_seed_usage_and_trailers(model: ServedMo
         assert h.metric("inter_token_latency_seconds_count") == len(output)
 
 
+async def test_the_last_report_of_the_prompt_counts(model: ServedModel) -> None:
+    prompt = decode_pb2.PromptReport(path=decode_pb2.PROMPT_PATH_HANDOVER, prefill_instance="p0")
+    again = decode_pb2.PromptReport(path=decode_pb2.PROMPT_PATH_LOCAL_FALLBACK, num_failed_attempts=1)
+    last = Response(token_ids=[6], position=1, prompt=again, handover=decode_pb2.HandoverReport(), finish=generation_pb2.Finish(finish_reason=LENGTH))
+    async with house(model, says(Response(token_ids=[5], prompt=prompt), last), num_prefills=1) as h:
+        _, trailers = await h.generate(ask("x"))
+        assert (trailers["tandem-path"], trailers["tandem-kv-bytes"]) == ("local_fallback", "0")
+        assert not {"tandem-prefill-instance", "tandem-kv-transport"} & trailers.keys()
+
+
 async def test_a_unary_completion_is_the_stream_in_one(model: ServedModel) -> None:
     async with house(model, tokens(ids_of(model, "fine, thanks"), per_message=3)) as h:
         response = await h.stub.GenerateUnary(gateway_pb2.GenerateUnaryRequest(request=ask("How are you?")), timeout=WAIT_S)

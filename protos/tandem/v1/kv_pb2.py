@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12tandem/v1/kv.proto\x12\ttandem.v1\"\x95\x01\n\x08KvLayout\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x0f\n\x07version\x18\x07 \x01(\r\"m\n\x08KvSource\x12)\n\x06memory\x18\x01 \x01(\x0b\x32\x17.tandem.v1.MemorySourceH\x00\x12)\n\x06inline\x18\x02 \x01(\x0b\x32\x17.tandem.v1.InlineSourceH\x00\x42\x0b\n\ttransport\"\x1f\n\x0cMemorySource\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\"#\n\x0cInlineSource\x12\x13\n\x0b\x63hunk_bytes\x18\x01 \x01(\r\"{\n\x07KvReady\x12\x0f\n\x07hold_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x11\n\tblock_ids\x18\x04 \x03(\r\x12#\n\x06source\x18\x05 \x01(\x0b\x32\x13.tandem.v1.KvSourceb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12tandem/v1/kv.proto\x12\ttandem.v1\"\x95\x01\n\x08KvLayout\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x0f\n\x07version\x18\x07 \x01(\r\"m\n\x08KvSource\x12)\n\x06memory\x18\x01 \x01(\x0b\x32\x17.tandem.v1.MemorySourceH\x00\x12)\n\x06inline\x18\x02 \x01(\x0b\x32\x17.tandem.v1.InlineSourceH\x00\x42\x0b\n\ttransport\"\x1f\n\x0cMemorySource\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\"#\n\x0cInlineSource\x12\x13\n\x0b\x63hunk_bytes\x18\x01 \x01(\r\"h\n\x07KvReady\x12\x0f\n\x07hold_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12#\n\x06source\x18\x04 \x01(\x0b\x32\x13.tandem.v1.KvSourceb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -40,5 +40,5 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_INLINESOURCE']._serialized_start=329
   _globals['_INLINESOURCE']._serialized_end=364
   _globals['_KVREADY']._serialized_start=366
-  _globals['_KVREADY']._serialized_end=489
+  _globals['_KVREADY']._serialized_end=470
 # @@protoc_insertion_point(module_scope)

@@ -1,7 +1,6 @@
-from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from collections.abc import Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -45,15 +44,13 @@ class InlineSource(_message.Message):
     def __init__(self, chunk_bytes: _Optional[int] = ...) -> None: ...
 
 class KvReady(_message.Message):
-    __slots__ = ("hold_id", "first_block", "num_blocks", "block_ids", "source")
+    __slots__ = ("hold_id", "first_block", "num_blocks", "source")
     HOLD_ID_FIELD_NUMBER: _ClassVar[int]
     FIRST_BLOCK_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
-    BLOCK_IDS_FIELD_NUMBER: _ClassVar[int]
     SOURCE_FIELD_NUMBER: _ClassVar[int]
     hold_id: str
     first_block: int
     num_blocks: int
-    block_ids: _containers.RepeatedScalarFieldContainer[int]
     source: KvSource
-    def __init__(self, hold_id: _Optional[str] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., block_ids: _Optional[_Iterable[int]] = ..., source: _Optional[_Union[KvSource, _Mapping]] = ...) -> None: ...
+    def __init__(self, hold_id: _Optional[str] = ..., first_block: _Optional[int] = ..., num_blocks: _Optional[int] = ..., source: _Optional[_Union[KvSource, _Mapping]] = ...) -> None: ...

@@ -28,8 +28,10 @@ if _version_not_supported:
 class PrefillServiceStub:
     """The prefill pool, called by decode instances only.
 
-    Order of messages: start, then KvReady while chunks are computed, PrefillDone, and when decode's readers have finished,
-    copied, answered by confirmed. Each Prefill RPC is the hold on its blocks: whatever ends it gives them back.
+    Order of messages: start; kv_ready after each chunk that filled blocks; done, when the prompt is computed and all its blocks are announced;
+    copied, when decode's readers have finished; confirmed, and the end with OK. Without transports nothing is held, and done is the last message.
+    Each Prefill RPC is the hold on its blocks: whatever ends it gives them back. An end of input in place of copied is a cancel, never consent:
+    decode goes that way when the first token was the last.
     """
 
     def __init__(self, channel):
@@ -63,8 +65,10 @@ class PrefillServiceStub:
 class PrefillServiceServicer:
     """The prefill pool, called by decode instances only.
 
-    Order of messages: start, then KvReady while chunks are computed, PrefillDone, and when decode's readers have finished,
-    copied, answered by confirmed. Each Prefill RPC is the hold on its blocks: whatever ends it gives them back.
+    Order of messages: start; kv_ready after each chunk that filled blocks; done, when the prompt is computed and all its blocks are announced;
+    copied, when decode's readers have finished; confirmed, and the end with OK. Without transports nothing is held, and done is the last message.
+    Each Prefill RPC is the hold on its blocks: whatever ends it gives them back. An end of input in place of copied is a cancel, never consent:
+    decode goes that way when the first token was the last.
     """
 
     def Prefill(self, request_iterator, context):
@@ -130,8 +134,10 @@ def add_PrefillServiceServicer_to_server(servicer, server):
 class PrefillService:
     """The prefill pool, called by decode instances only.
 
-    Order of messages: start, then KvReady while chunks are computed, PrefillDone, and when decode's readers have finished,
-    copied, answered by confirmed. Each Prefill RPC is the hold on its blocks: whatever ends it gives them back.
+    Order of messages: start; kv_ready after each chunk that filled blocks; done, when the prompt is computed and all its blocks are announced;
+    copied, when decode's readers have finished; confirmed, and the end with OK. Without transports nothing is held, and done is the last message.
+    Each Prefill RPC is the hold on its blocks: whatever ends it gives them back. An end of input in place of copied is a cancel, never consent:
+    decode goes that way when the first token was the last.
     """
 
     @staticmethod

@@ -169,7 +169,7 @@ async def test_a_resume_goes_on_behind_the_tokens_that_were_sent(stack: LiveStac
     [
         ({"n": 2}, "sampling_params.n"),
         ({"temperature": -1.0}, "sampling_params.temperature"),
-        ({"max_tokens": 5000}, "sampling_params.max_tokens"),
+        ({"max_tokens": 50000}, "sampling_params.max_tokens"),
         ({"min_tokens": 2}, "sampling_params.min_tokens"),
     ],
 )

@@ -79,7 +79,6 @@ async def test_a_client_that_leaves_in_any_phase_leaves_nothing_held(slow: LiveS
         if seen == set(_ORDER):
             break
     assert seen == set(_ORDER), f"never left in {set(_ORDER) - seen}"
-    await slow.assert_no_late_steps()
     again: LiveRequest = await slow.ask([5, 6, 7]).ended()
     assert (again.outcome, again.token_ids) == (("OK", ""), await reference.tokens([5, 6, 7]))
     assert again.trailers["tandem-path"] == "handover"

@@ -102,7 +102,6 @@ async def test_after_a_storm_of_clients_that_left_a_request_is_as_quick_as_befor
     assert (good.outcome, good.token_ids) == (("OK", ""), await reference.tokens(prompt))
     assert good.ttft_s < idle_s + 0.25, f"idle {idle_s:.3f} s, after the storm {good.ttft_s:.3f} s"
     await stack.assert_nothing_held(within_s=1.0)
-    await stack.assert_no_late_steps()
 
 
 async def _leave(stack: LiveStack, after_s: float) -> None:

@@ -58,7 +58,8 @@ class LiveStack:
         print(f"{name:<10}| {line}")  # shown by pytest when a test fails
 
     async def open(self, channels: AsyncExitStack) -> None:
-        """Starts all services and waits until they are ready."""
+        """Starts all services and waits until they are ready; channels are closed with `channels`."""
+        self._open = channels
         await self.stack.start()
         await self.stack.wait_until_ready(READY_S)
         for name, address in self.stack.addresses.items():
@@ -69,10 +70,26 @@ class LiveStack:
         """Where clients ask."""
         return gateway_pb2_grpc.GatewayServiceStub(self._channels["gateway"])
 
+    async def second_gateway(self) -> gateway_pb2_grpc.GatewayServiceStub:
+        """Starts gateway-1 in front of the same pools; returns when it is ready."""
+        first = self._children["gateway"].spec
+        arguments = tuple("--port=0" if argument.startswith("--port=") else argument for argument in first.arguments)
+        child = self._children["gateway-1"] = await ServiceProcess.start(replace(first, name="gateway-1", arguments=arguments), self._take_line)
+
+        async def listens() -> bool:
+            return any("listens on" in line for line in self.lines["gateway-1"])
+
+        await until(listens, READY_S, "gateway-1 does not listen")
+        port = int(next(line for line in self.lines["gateway-1"] if "listens on" in line).rpartition(":")[2])
+        child.spec = replace(child.spec, port=port)
+        await asyncio.wait_for(child.wait_until_ready(), READY_S)
+        self._channels["gateway-1"] = await self._open.enter_async_context(control_channel(child.spec.address))
+        return gateway_pb2_grpc.GatewayServiceStub(self._channels["gateway-1"])
+
     @property
     def workers(self) -> list[str]:
         """Names of all workers whose process lives."""
-        return [name for name, child in self._children.items() if name != "gateway" and not child.exited.done()]
+        return [name for name, child in self._children.items() if not name.startswith("gateway") and not child.exited.done()]
 
     def ask(self, prompt: Iterable[int], *, timeout_s: float = 30.0, **params: Any) -> LiveRequest:
         """Sends a request in tokens; `params` as of `request_of`."""
@@ -105,7 +122,7 @@ class LiveStack:
         answer = await stub.Check(health_pb2.HealthCheckRequest(service=self._children[name].spec.grpc_service), timeout=_CALL_S)
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
-    async def wait_until_available(self, *names: str, within_s: float = READY_S) -> None:
+    async def wait_until_available(self, *names: str, within_s: float = 10.0) -> None:
         """Waits until the gateway would send requests to all of these workers."""
 
         async def available() -> bool:
@@ -133,11 +150,6 @@ class LiveStack:
             return not held
 
         await until(nothing, within_s, f"still held after {within_s:g} s: ", lambda: str(held))
-
-    async def assert_no_late_steps(self) -> None:
-        """No engine computed a sequence after its release was posted."""
-        late = {name: (await self.memory(name)).num_late_steps for name in self.workers}
-        assert not any(late.values()), late
 
     def assert_clean_logs(self, *, expected: Iterable[str] = ()) -> None:
         """No service wrote a traceback or lost an exception; a line with one of `expected` in it accounts for the tracebacks of its service."""
@@ -169,6 +181,7 @@ class LiveStack:
         Returns when the gateway would send requests to all living workers.
         """
         child = self._children[name]
+        child.send(signal.SIGCONT)
         environment = child.spec.environment if failpoints is None else {**child.spec.environment, "TANDEM_FAILPOINTS": failpoints}
         if not child.exited.done():
             if environment == child.spec.environment:
@@ -182,6 +195,8 @@ class LiveStack:
         """Drains everything; kills what a failed test left frozen."""
         for child in self._children.values():
             child.send(signal.SIGCONT)
+        if "gateway-1" in self._children:  # the Stack does not know it
+            await self.kill("gateway-1")
         await self.stack.drain(_DRAIN_S)
 
 

@@ -9,7 +9,7 @@ from tests.support.tiny_tokenizers import write_tiny_tokenizer
 
 
 def write_served_model(directory: Path) -> Path:
-    """Weights, tokenizer and chat template; a context long enough for prompts of many steps."""
-    write_tiny_model(directory, max_position_embeddings=4096)
+    """Weights, tokenizer and chat template; a context long enough for streams that outlast a fault."""
+    write_tiny_model(directory, max_position_embeddings=16384)
     write_tiny_tokenizer(directory)
     return directory

@@ -75,10 +75,7 @@ class BlockPool:
 
     def _forget(self, block: int) -> None:
         """Takes the block's prefix out of the index; its content means nothing any more."""
-        name = self._hashes[block]
-        if name is not None and self._index.get(name) == block:
-            del self._index[name]
-        self._hashes[block] = None
+        self.unname([block])
         self._filled[block] = False
 
     def acquire(self, owner: str, blocks: Sequence[int]) -> int:
@@ -119,6 +116,14 @@ class BlockPool:
         self._hashes[block] = name
         if name is not None:
             self._index.setdefault(name, block)
+
+    def unname(self, blocks: Sequence[int]) -> None:
+        """Takes held blocks out of the prefix index: whoever holds them goes on, nobody hits them any more."""
+        for block in blocks:
+            name = self._hashes[block]
+            if name is not None and self._index.get(name) == block:
+                del self._index[name]
+            self._hashes[block] = None
 
     def is_filled(self, block: int) -> bool:
         """The block's content is complete and may be read."""

@@ -223,6 +223,9 @@ class Engine:
         return finish_of(sequence.spec.sampling, self.model.eos_token_ids, token_id, num_output, num_tokens, self.model.max_model_len)
 
     def _end(self, sequence: Sequence, state: SequenceState, event: Event | None) -> None:
+        if state is SequenceState.FAILED:
+            # What it computed may be why it failed (logits that are no numbers): the next one with this prefix computes its own.
+            self.pool.unname(sequence.block_ids)
         self.scheduler.remove(sequence)
         sequence.to(state)
         del self._sequences[sequence.seq_id]

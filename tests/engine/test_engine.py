@@ -13,7 +13,7 @@ from engine.errors import CapacityError, HoldBrokenError, SequenceTooLongError
 from engine.events import ChunkComputed, Event, Failed, Finished, Preempted, Scheduled, Tokens
 from engine.limits import EngineLimits
 from engine.sampling_params import FinishReason, SampledToken, SamplingParams
-from engine.sequence import SequenceKind, SequenceSpec
+from engine.sequence import Sequence, SequenceKind, SequenceSpec
 from tests.support.engines import FAKE_EOS, FakeParts, fake_parts, run_alone, token_ids
 from tests.support.fake_device import POISON_TOKEN
 
@@ -192,6 +192,21 @@ def test_an_error_of_one_sequence_fails_it_alone() -> None:
     events = drain(parts)
     assert isinstance(events[bad.seq_id][-1], Failed)
     assert token_ids(events[good.seq_id]) == expected([1, 2, 3])
+    assert_engine_empty(parts)
+
+
+def test_a_failed_sequence_leaves_no_prefix_to_hit() -> None:
+    parts = fake_parts()
+    bad = a_spec([*range(8), POISON_TOKEN])
+    parts.engine.handle(calls.Submit(bad))
+    parts.engine.step()  # eight tokens, two full blocks
+    assert len(parts.engine.pool.find_prefix(Sequence(bad, block_size=4, model_fingerprint="fake", arrival=0).block_names(2))) == 2
+    drain(parts)
+    again = a_spec(range(9))
+    parts.engine.handle(calls.Submit(again))
+    scheduled = drain(parts)[again.seq_id][0]
+    assert isinstance(scheduled, Scheduled)
+    assert scheduled.cached_tokens == 0
     assert_engine_empty(parts)
 
 

@@ -53,6 +53,8 @@ class GatewaySettings(ServiceSettings):
         for entry in filter(None, map(str.strip, value.split(","))):
             if not _PEER.fullmatch(entry):
                 raise ValueError(f"{entry!r} is not of the form name=host:port")
+            if not 1 <= int(entry.rpartition(":")[2]) <= 65535:
+                raise ValueError(f"{entry!r} has a port that is not from 1 to 65535")
         return value
 
     @model_validator(mode="after")

@@ -37,6 +37,8 @@ SpanEvent = tuple[str, int, Attributes]
 
 _PROPAGATOR: Final = TraceContextTextMapPropagator()
 _EXPORT_TIMEOUT_S: Final = 3.0
+_MAX_TRACESTATE_CHARS: Final = 512
+"""What W3C asks to pass on; a client's longer one would fill the metadata of every hop."""
 
 
 class SpanHandle:
@@ -85,7 +87,7 @@ def _wanted() -> bool:
 def configure_tracing(service_name: str, instance: str) -> None:
     """Starts tracing when the environment asks for it; `service_name` gives way to OTEL_SERVICE_NAME.
 
-    Raises ValueError for a protocol other than grpc, and RuntimeError when tracing is on already.
+    Raises ValueError for a protocol other than grpc and for OTEL_* settings that the SDK refuses, and RuntimeError when tracing is on already.
     """
     global _provider, _tracer
     if not _wanted():
@@ -103,10 +105,13 @@ def configure_tracing(service_name: str, instance: str) -> None:
     attributes: dict[str, str] = {"service.namespace": "tandem", "service.instance.id": instance}
     if not os.environ.get("OTEL_SERVICE_NAME"):
         attributes["service.name"] = service_name
-    # No exit hook: an unreachable collector would hold the process's exit; shutdown() below is bounded.
-    _provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
-    _provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-    _tracer = _provider.get_tracer("tandem")
+    try:
+        # No exit hook: an unreachable collector would hold the process's exit; shutdown() below is bounded.
+        provider = TracerProvider(resource=Resource.create(attributes), shutdown_on_exit=False)
+        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    except Exception as error:  # the SDK has classes of its own for this, and not for all of it
+        raise ValueError(f"tracing cannot be set up by the OTEL_* environment: {error}") from error
+    _provider, _tracer = provider, provider.get_tracer("tandem")
 
 
 def tracing_enabled() -> bool:
@@ -143,6 +148,8 @@ def extract(metadata: Metadata) -> Context | None:
     if _tracer is None:
         return None
     carrier = {key: value for key, value in metadata if key in ("traceparent", "tracestate") and isinstance(value, str)}
+    if len(carrier.get("tracestate", "")) > _MAX_TRACESTATE_CHARS:
+        del carrier["tracestate"]
     if "traceparent" not in carrier:
         return None
     context = _PROPAGATOR.extract(carrier, context=Context())

@@ -95,6 +95,8 @@ def test_settings_come_from_the_environment_too(monkeypatch: pytest.MonkeyPatch)
         (["--decode", "d0=h:1"], "--model"),
         (["--model", "m"], "--decode"),
         (["--model", "m", "--decode", "h:1"], "name=host:port"),
+        (["--model", "m", "--decode", "d0=h:65536"], "port"),
+        (["--model", "m", "--decode", "d0=h:0"], "port"),
         (["--model", "m", "--decode", "d0=h:1", "--prefill", "d0=h:2"], "a name twice: d0"),
         (["--model", "m", "--decode", "d0=h:1", "--max-queue-time-s", "0"], "--max-queue-time-s"),
     ],

@@ -72,6 +72,23 @@ def test_protocol_other_than_grpc_is_refused_by_name(monkeypatch: pytest.MonkeyP
         tracing.configure_tracing("test", "test-0")
 
 
+@pytest.mark.parametrize("variable", ["OTEL_EXPORTER_OTLP_COMPRESSION", "OTEL_EXPORTER_OTLP_TIMEOUT", "OTEL_SPAN_ATTRIBUTE_COUNT_LIMIT"])
+def test_settings_that_the_sdk_refuses_are_one_error_and_leave_tracing_off(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv(variable, "nonsense")
+    with pytest.raises(ValueError, match="OTEL_"):
+        tracing.configure_tracing("test", "test-0")
+    assert not tracing.tracing_enabled()
+
+
+@pytest.mark.parametrize(("num_chars", "kept"), [(512, True), (513, False)])
+def test_a_long_tracestate_is_not_passed_on(receiver: OtlpReceiver, num_chars: int, kept: bool) -> None:
+    members = ",".join(f"k{index}={'v' * 200}" for index in range(3))[:num_chars].ljust(num_chars, "v")
+    carried = dict(_use_every_way([("traceparent", SAMPLED), ("tracestate", members)]))
+    assert str(carried["traceparent"]).startswith(SAMPLED[:35])
+    assert ("tracestate" in carried) is kept
+
+
 async def test_unsampled_parent_makes_no_sdk_span_and_is_passed_on(receiver: OtlpReceiver, num_sdk_spans: list[int]) -> None:
     carried = _use_every_way([("traceparent", UNSAMPLED)])
 

@@ -36,6 +36,7 @@ class Generation:
         self._context = context
         self._output = Output(context, len(job.output_token_ids))
         self._failures: list[AttemptFailedError] = []
+        self._no_room: CapacityError | None = None
 
     async def run(self) -> None:
         """Raises StatusError; whatever ends it, nothing stays reserved."""
@@ -67,7 +68,8 @@ class Generation:
         except CapacityError as error:
             if not self._failures:
                 raise
-            # The blocks of the attempt before are on their way back, or others took them: the queue of the engine waits for room.
+            # The blocks of the attempt before are on their way back, or others took them: the queue of the engine waits for room, or the gateway's.
+            self._no_room = error
             raise AttemptFailedError(peer.name, "NO_KV_BLOCKS", str(error)) from error
 
     def _failed(self, failure: AttemptFailedError) -> None:
@@ -85,7 +87,7 @@ class Generation:
             raise failed_precondition(text, {failure.instance: failure.description for failure in self._failures})
         num_tokens = self._job.num_tokens + len(self._output.token_ids)
         if num_tokens > self._pool.policy.max_local_prefill_tokens or not self._time_for_another():
-            raise self._hand_over_failed()
+            raise self._no_room if self._no_room is not None and not self._output.token_ids else self._hand_over_failed()
         await self._compute_here(decode_pb2.PROMPT_PATH_LOCAL_FALLBACK)
 
     def _hand_over_failed(self) -> StatusError:

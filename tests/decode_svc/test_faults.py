@@ -11,6 +11,8 @@ import grpc
 import pytest
 
 from decode_svc.pool import FailurePolicy
+from engine.async_engine import ReservedSequence
+from engine.sequence import SequenceSpec
 from rpc.errors import StatusError
 from rpc.failpoints import configure_failpoints
 from tandem.v1 import decode_pb2
@@ -145,6 +147,41 @@ async def test_no_request_without_a_deadline_outlives_the_longest_request_time(p
         assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert StatusError.of(ended.value).metadata == {"phase": "decode"}
         _open_gates(cluster)
+        await cluster.assert_nothing_held()
+
+
+def _told_of_reserve(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
+    """Set when decode's engine is asked for a reservation."""
+    asked, reserve = asyncio.Event(), cluster.decode.engine.reserve
+
+    async def telling(spec: SequenceSpec) -> ReservedSequence:
+        asked.set()
+        return await reserve(spec)
+
+    monkeypatch.setattr(cluster.decode.engine, "reserve", telling)
+    return asked
+
+
+async def test_blocks_that_others_took_between_two_attempts_are_waited_for_by_the_gateway(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One request fits, prefill dies under it, and another one gets its blocks before it asks again: that is no failure of the hand-over."""
+    policy = FailurePolicy(max_local_prefill_tokens=0)
+    async with open_cluster(num_prefills=2, policy=policy, decode_options={"num_blocks": 10}) as cluster:
+        _gate_prefill(cluster)
+        running = Running(cluster)
+        await until(lambda: cluster.prefills[0].device.entered.is_set())
+        _gate_decode(cluster)
+        other = asyncio.ensure_future(cluster.generate(cluster.request(PROMPT, prefill="")))
+        await until(lambda: cluster.decode.engine.load().num_waiting == 1)
+        configure_failpoints("reserve=delay:0.3")
+        asked_again = _told_of_reserve(cluster, monkeypatch)
+        await cluster.prefills[0].kill()
+        await until(lambda: cluster.decode.device.entered.is_set())
+        await asyncio.wait_for(asked_again.wait(), 5)  # the answer comes behind the first step of the other one
+        _open_gates(cluster)
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await asyncio.wait_for(running.task, 10)
+        assert StatusError.of(refused.value).reason == "NO_KV_BLOCKS"
+        assert (await other).token_ids == alone(PROMPT)
         await cluster.assert_nothing_held()
 
 

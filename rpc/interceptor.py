@@ -45,6 +45,7 @@ SERVER_ERRORS: Final = frozenset(
 )
 _CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
 _DRAIN_RETRY_S: Final = 1.0
+_CANCEL_DELAY_S: Final = 1.0
 
 
 class CallInterceptor(grpc.aio.ServerInterceptor):
@@ -136,6 +137,18 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
 
     async def _guard(self, call: _Call) -> Any:
         """Runs the handler and ends the RPC with the right status, which is then `call.code`."""
+        try:
+            return await self._answer(call)
+        except ExecuteBatchError:
+            # The client went away while something was being sent to it, and its cancel comes a moment later. That is the end to pass on: grpc logs this
+            # one with a traceback, for each client that leaves in the middle of a message.
+            call.code = _end_of_client(call.context)
+            if not _cancelling():
+                await asyncio.sleep(_CANCEL_DELAY_S)
+                raise
+            raise asyncio.CancelledError from None
+
+    async def _answer(self, call: _Call) -> Any:
         context = call.context
         try:
             if self.draining and is_request(call.method):
@@ -155,8 +168,6 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         except asyncio.CancelledError as error:
             await self._cancelled(call, error)
         except ExecuteBatchError:
-            # The client went away while something was being sent to it; the cancel itself had not been delivered yet.
-            call.code = _end_of_client(context)
             raise
         except Exception as error:
             if isinstance(error, NotImplementedError) and _code_of(context) is grpc.StatusCode.UNIMPLEMENTED:

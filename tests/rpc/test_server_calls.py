@@ -257,6 +257,28 @@ async def test_support_methods_open_no_span(receiver: OtlpReceiver) -> None:
     assert [span.name for span in receiver.spans] == [METHOD]
 
 
+async def test_cancels_in_the_middle_of_a_message_log_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    registry = CollectorRegistry()
+
+    async def flood(_request: bytes, context: Any) -> None:
+        while True:
+            await context.write(bytes(60_000))
+
+    async with serving(UnaryStream=flood, metrics=RpcMetrics(registry)) as pair:
+        for _ in range(5):
+            calls = [pair.call("UnaryStream", b"") for _ in range(40)]
+            for call in calls:
+                await call.read()
+                call.cancel()
+        async with asyncio.timeout(10):
+            while pair.server.num_active_rpcs:  # noqa: ASYNC110  # ends with the last status
+                await asyncio.sleep(0.01)
+        labels = {"rpc_method": f"{SERVICE}/UnaryStream", "grpc_code": "CANCELLED"}
+        assert registry.get_sample_value("tandem_rpc_server_calls_total", labels) == 200
+
+    assert not [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+
+
 async def test_cancels_before_the_first_response_hold_nothing_and_log_no_error(caplog: pytest.LogCaptureFixture) -> None:
     async def write_late(_request: bytes, context: Any) -> None:
         await asyncio.sleep(0)

@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from tokenizers import Tokenizer
 
 from gateway.chat_template import ChatTemplate, ChatTemplateError
+from gateway.long_text import replace
 from gateway.prompt_ids import prompt_ids
 
 _SEAL, _OPEN, _CLOSE = "\ufdd0", "\ufdd1", "\ufdd2"
-_MARKS = re.compile(f"[{_SEAL}{_OPEN}{_CLOSE}]")
 
 
 class ChatEncoder:
@@ -35,6 +35,7 @@ class ChatEncoder:
         self._sealed = Tokenizer.from_str(json.dumps(definition))
         self._original_ids = _original_ids(tokenizer, self._sealed, control)
         any_control = _any_of(control)
+        self._longest = max(map(len, control), default=0) + 2  # with its marks
         special = [token["content"] for token in json.loads(tokenizer.to_str())["added_tokens"] if token["special"]]
         self._control, self._special = re.compile(any_control), re.compile(_any_of(special))
         self._rendered = re.compile(f"{_OPEN}(?P<text>{any_control}){_CLOSE}|[{_OPEN}{_CLOSE}]|(?P<control>{any_control})")
@@ -43,14 +44,15 @@ class ChatEncoder:
     def encode(self, messages: Sequence[Mapping[str, str]], *, max_tokens: int | None = None) -> list[int]:
         """Token ids of a conversation up to the assistant's turn. Raises ChatTemplateError, TooManyTokensError."""
         marked = [{**message, "content": self._mark(message)} for message in messages]
-        return self._encode(self._rendered.sub(_seal_match, self._template.render(marked)), max_tokens)
+        return self._encode(replace(self._rendered, _seal_match, self._template.render(marked), longest=self._longest), max_tokens)
 
     def _mark(self, message: Mapping[str, str]) -> str:
         """The content with its control tokens marked. In the assistant's turns tokens that are not special, such as `</think>`, stay control."""
-        if _MARKS.search(message["content"]):
+        content = message["content"]
+        if any(mark in content for mark in (_SEAL, _OPEN, _CLOSE)):
             raise ChatTemplateError("a message holds a noncharacter (U+FDD0 to U+FDD2)")
         control = self._special if message["role"] == "assistant" else self._control
-        return control.sub(f"{_OPEN}\\g<0>{_CLOSE}", message["content"])
+        return replace(control, lambda match: f"{_OPEN}{match[0]}{_CLOSE}", content, longest=self._longest)
 
     def _encode(self, sealed: str, max_tokens: int | None = None) -> list[int]:
         [encoding] = self._sealed.encode_batch_fast([sealed], add_special_tokens=False)

@@ -11,7 +11,8 @@ WINDOW_CHARS = 65_536
 
 def replace(pattern: re.Pattern[str], new: Callable[[re.Match[str]], str], text: str, *, longest: int, window: int = WINDOW_CHARS) -> str:
     """`pattern.sub(new, text)` for a pattern that looks at nothing outside its match, no match of which is longer than `longest` characters."""
-    pieces, end = [], 0
+    pieces: list[str] = []
+    end = 0
     for match in _matches(pattern, text, longest, window):
         pieces += (text[end : match.start()], new(match))
         end = match.end()

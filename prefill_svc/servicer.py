@@ -44,6 +44,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
     async def ReadKv(self, request: prefill_pb2.ReadKvRequest, context: AnyContext) -> None:
         """See prefill.proto. Its responses are messages already made: bytes."""
+        # On their own: a first message that is cut off when the hold closes would leave gRPC unable to send the status, and decode waiting for it.
+        await context.send_initial_metadata(())
         try:
             await self._pool.inline.send(request, host_of(context.peer()), context.write)
         except HoldUnknownError as error:

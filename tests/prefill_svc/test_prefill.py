@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -268,6 +268,26 @@ async def test_a_guessed_hold_cannot_be_read_and_a_wrong_run_is_named(node: Pref
             await node.stub.ReadKv(prefill_pb2.ReadKvRequest(hold_id=hold_id, first_block=first, num_blocks=2)).read()
         assert refused.value.code() is code
         assert done.hold_id not in str(refused.value.details())
+    talk.call.cancel()
+
+
+async def test_a_hold_that_closes_while_the_first_chunk_is_being_sent_ends_the_read(node: PrefillNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    talk = await Conversation(node).start()
+    done = await talk.done()
+    chunks = node.pool.inline._chunks
+
+    def closing(ids: Sequence[int]) -> Iterator[tuple[int, list[memoryview], bool]]:
+        hold = node.pool.holds.find(done.hold_id, None)
+        asyncio.get_running_loop().call_soon(node.pool.holds.close, hold)  # runs once the message has been given to gRPC and is waited for
+        yield from chunks(ids)
+
+    monkeypatch.setattr(node.pool.inline, "_chunks", closing)
+    reading = node.stub.ReadKv(prefill_pb2.ReadKvRequest(hold_id=done.hold_id, first_block=0, num_blocks=2))
+    with pytest.raises(grpc.aio.AioRpcError) as ended:
+        async with asyncio.timeout(5):
+            while await reading.read() is not grpc.aio.EOF:
+                pass
+    assert (ended.value.code(), StatusError.of(ended.value).reason) == (grpc.StatusCode.ABORTED, "HOLD_CLOSED")
     talk.call.cancel()
 
 

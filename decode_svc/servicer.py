@@ -41,6 +41,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
 
     async def WatchLoad(self, request: decode_pb2.DecodeServiceWatchLoadRequest, context: AnyContext) -> None:
         """See decode.proto."""
+        # On their own: a drain that cuts off the first message would leave gRPC unable to send its status.
+        await context.send_initial_metadata(())
         async with aclosing(self._load.reports()) as reports:
             async for report in reports:
                 await context.write(decode_pb2.DecodeServiceWatchLoadResponse(load=report))

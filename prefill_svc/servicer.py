@@ -59,6 +59,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
 
     async def WatchLoad(self, request: prefill_pb2.PrefillServiceWatchLoadRequest, context: AnyContext) -> None:
         """See prefill.proto."""
+        # On their own: a drain that cuts off the first message would leave gRPC unable to send its status.
+        await context.send_initial_metadata(())
         async with aclosing(self._load.reports()) as reports:
             async for report in reports:
                 await context.write(prefill_pb2.PrefillServiceWatchLoadResponse(load=report))

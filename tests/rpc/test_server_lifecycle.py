@@ -180,6 +180,7 @@ async def test_handler_that_swallows_the_drains_cancel_does_not_end_with_ok() ->
 
 async def test_drain_does_not_wait_for_watches_and_ends_them_with_a_status() -> None:
     async def watch(_request: bytes, context: Any) -> None:
+        await context.send_initial_metadata(())
         await context.write(b"load")
         await asyncio.Event().wait()
 

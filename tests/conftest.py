@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import AsyncIterator, Generator
 from pathlib import Path
 
 import pytest
+
+from telemetry import tracing
+from telemetry.receiver import OtlpReceiver
 
 # Before torch, tokenizers or a hub client is imported anywhere: two cores are shared by several processes of a test.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -35,3 +38,16 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, p
     if report.skipped and not _may_skip(collector.path):
         report.outcome, report.longrepr = "failed", f"skipped in CI: {report.longrepr}"
     return report
+
+
+@pytest.fixture
+async def receiver(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[OtlpReceiver]:
+    """Tracing on, exported over OTLP to the receiver."""
+    async with OtlpReceiver() as started:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", started.endpoint)
+        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+        tracing.configure_tracing("test", "test-0")
+        try:
+            yield started
+        finally:
+            await tracing.shutdown()

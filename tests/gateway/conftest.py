@@ -32,3 +32,8 @@ def models(model_dirs: dict[str, Path]) -> Iterator[dict[str, ServedModel]]:
     yield loaded
     for model in loaded.values():
         model.tokenizer.close()
+
+
+@pytest.fixture
+def model(models: dict[str, ServedModel]) -> ServedModel:
+    return models["smollm2"]

@@ -1,64 +1,15 @@
 from __future__ import annotations
 
-import asyncio
-import itertools
-from typing import Any
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gateway.admission import Admission, Refused, Ticket
-from gateway.instances import Instance, Role
-from gateway.ledger import Ledger
+from gateway.admission import Refused, Ticket
+from gateway.instances import Role
 from gateway.limits import AdmissionLimits
-from gateway.permits import Permits
-from gateway.router import Demand, Missing, Router, Waiting
+from gateway.router import Demand, Missing, Waiting
+from tests.gateway.desk import Desk
 from tests.gateway.fake_decode import load_report
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-class Desk:
-    """An admission with its instances, under a clock that stands still until it is moved."""
-
-    def __init__(self, num_decodes: int = 1, num_prefills: int = 1, limits: AdmissionLimits | None = None, **load: Any) -> None:
-        limits = limits or AdmissionLimits()
-        self.clock = Clock()
-        self.ledger = Ledger()
-        self.instances: dict[str, Instance] = {}
-        self.load = load
-        self.router = Router(
-            self.instances, self.ledger, max_prefill_backlog_tokens=limits.max_prefill_backlog_tokens, max_total_kv_tokens=limits.max_total_kv_tokens
-        )
-        self.admission = Admission(limits, self.ledger, self.router, self.clock)
-        self.names = itertools.count()
-        for index in range(num_decodes):
-            self.report(f"d{index}", Role.DECODE)
-        for index in range(num_prefills):
-            self.report(f"p{index}", Role.PREFILL)
-
-    def report(self, name: str, role: Role, **fields: Any) -> None:
-        instance = self.instances.setdefault(name, Instance(name, role))
-        instance.report(load_report(100, [2], **{**self.load, **fields}))
-        if role is Role.DECODE and instance.load is not None:
-            self.ledger.report(name, num_blocks=instance.load.num_blocks, num_free=instance.load.num_free_blocks)
-        self.admission.instances_changed()
-
-    def ticket(self, num_prompt: int = 16, max_new: int = 16, priority: int = 0, arrival: int | None = None, excluded: tuple[str, ...] = ()) -> Ticket:
-        arrival = self.admission.next_arrival() if arrival is None else arrival
-        return Ticket(f"r{next(self.names)}", "t", priority, arrival, Demand(num_prompt, max_new, frozenset(excluded)), lambda: None)
-
-    def offer(self, **fields: Any) -> Ticket:
-        ticket = self.ticket(**fields)
-        self.admission.offer(ticket)
-        return ticket
 
 
 def routed(ticket: Ticket) -> bool:
@@ -356,79 +307,3 @@ def test_whatever_happens_nothing_is_over_committed_lost_or_left(data: st.DataOb
         desk.admission.end(ticket)
     desk.admission.assert_nothing_held()
     assert all(instance.backlog.own == instance.num_own_requests == 0 for instance in desk.instances.values())
-
-
-async def until_waiting(desk: Desk, num_waiting: int) -> None:
-    async with asyncio.timeout(5):
-        while desk.admission.num_waiting < num_waiting:  # noqa: ASYNC110  # admission is pure and has no event
-            await asyncio.sleep(0)
-
-
-def permit(permits: Permits, key: str, **fields: Any) -> Any:
-    return permits.admit(key, "t", Demand(16, 16), **{"priority": 0, "arrival": permits.admission.next_arrival(), "timeout_s": 5.0, **fields})
-
-
-async def test_a_permit_is_given_back_however_its_block_ends() -> None:
-    desk = Desk(limits=AdmissionLimits(max_active_requests=1))
-    permits = Permits(desk.admission)
-    async with permit(permits, "a"):
-        assert desk.admission.num_active == 1
-    with pytest.raises(ZeroDivisionError):
-        async with permit(permits, "a"):
-            raise ZeroDivisionError
-    entered = asyncio.Event()
-
-    async def hold() -> None:
-        async with permit(permits, "a"):
-            entered.set()
-            await asyncio.Event().wait()
-
-    holder = asyncio.create_task(hold())
-    await entered.wait()
-    holder.cancel()
-    await asyncio.wait([holder])
-    desk.admission.assert_nothing_held()
-
-
-async def test_a_wait_ends_at_once_with_a_cancel_and_in_time_with_a_limit() -> None:
-    desk = Desk(limits=AdmissionLimits(max_active_requests=1, max_queue_time_s=0.05))
-    permits = Permits(desk.admission)
-
-    async def enter(key: str, **fields: Any) -> None:
-        async with permit(permits, key, **fields):
-            pass
-
-    async with permit(permits, "a"):
-        waiting = asyncio.create_task(enter("b"))
-        await until_waiting(desk, 1)
-        waiting.cancel()
-        await asyncio.wait([waiting])
-        assert desk.admission.num_waiting == 0
-        with pytest.raises(Refused, match="QUEUE_TIMEOUT"):
-            await enter("c")
-        with pytest.raises(TimeoutError):
-            await enter("d", timeout_s=0.01)
-        assert desk.admission.num_waiting == 0
-        late = asyncio.create_task(enter("e"))
-        await until_waiting(desk, 1)
-        desk.report("d0", Role.DECODE, draining=True)
-        with pytest.raises(Refused, match="NO_DECODE"):
-            await late
-    desk.admission.assert_nothing_held()
-
-
-async def test_the_next_in_the_queue_is_admitted_when_a_permit_is_given_back() -> None:
-    desk = Desk(limits=AdmissionLimits(max_active_requests=1))
-    permits = Permits(desk.admission)
-    order: list[str] = []
-
-    async def enter(key: str, priority: int) -> None:
-        async with permit(permits, key, priority=priority):
-            order.append(key)
-
-    async with permit(permits, "first"):
-        tasks = [asyncio.create_task(enter(key, priority)) for key, priority in (("b", 1), ("c", 0), ("d", 0), ("a", -1))]
-        await until_waiting(desk, 4)
-    await asyncio.gather(*tasks)
-    assert order == ["a", "c", "d", "b"]
-    desk.admission.assert_nothing_held()

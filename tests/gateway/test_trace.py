@@ -6,31 +6,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
-import pytest
 
 from gateway.served_model import ServedModel
 from rpc.failpoints import configure_failpoints
 from tandem.v1 import gateway_pb2_grpc
-from telemetry import tracing
 from telemetry.receiver import OtlpReceiver, ReceivedSpan
 from tests.gateway.fake_decode import FakeDecode, load_report, tokens
 from tests.gateway.house import WAIT_S, ask, house
-
-
-@pytest.fixture
-async def receiver(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[OtlpReceiver]:
-    async with OtlpReceiver() as started:
-        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", started.endpoint)
-        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
-        tracing.configure_tracing("gateway", "g0")
-        try:
-            yield started
-        finally:
-            await tracing.shutdown()
 
 
 async def test_segments_are_children_of_the_server_span_and_a_delay_shows_in_its_own(models: dict[str, ServedModel], receiver: OtlpReceiver) -> None:

@@ -130,7 +130,7 @@ async def test_a_killed_gateway_leaves_nothing_held_in_either_pool(stack: LiveSt
 
 async def test_a_gateway_told_to_end_finishes_what_it_has_and_refuses_the_rest(stack: LiveStack) -> None:
     await _whole(stack)
-    streams = await _streaming(stack, max_tokens=600)
+    streams = await _streaming(stack, max_tokens=1200)
     computing = await _computing(stack)
     stack.send("gateway", signal.SIGTERM)
     await until(lambda: _is_draining(stack), 5.0, "the gateway does not drain")

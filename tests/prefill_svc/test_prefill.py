@@ -51,6 +51,16 @@ def _copied(hold_id: str, num_blocks: int) -> prefill_pb2.PrefillRequest:
     return prefill_pb2.PrefillRequest(copied=prefill_pb2.Copied(hold_id=hold_id, num_blocks=num_blocks))
 
 
+async def _refused(call: Any) -> StatusError:
+    """Reads to the end, which must be an error."""
+    try:
+        while await call.read() is not grpc.aio.EOF:
+            pass
+    except grpc.aio.AioRpcError as error:
+        return StatusError.of(error)
+    raise AssertionError("the RPC ended OK")
+
+
 class Conversation:
     """Plays decode."""
 
@@ -81,12 +91,7 @@ class Conversation:
         return data
 
     async def refused(self) -> StatusError:
-        try:
-            while await self.call.read() is not grpc.aio.EOF:
-                pass
-        except grpc.aio.AioRpcError as error:
-            return StatusError.of(error)
-        raise AssertionError("the RPC ended OK")
+        return await _refused(self.call)
 
 
 async def test_a_hold_lasts_until_it_is_confirmed(node: PrefillNode) -> None:
@@ -283,11 +288,8 @@ async def test_a_hold_that_closes_while_the_first_chunk_is_being_sent_ends_the_r
 
     monkeypatch.setattr(node.pool.inline, "_chunks", closing)
     reading = node.stub.ReadKv(prefill_pb2.ReadKvRequest(hold_id=done.hold_id, first_block=0, num_blocks=2))
-    with pytest.raises(grpc.aio.AioRpcError) as ended:
-        async with asyncio.timeout(5):
-            while await reading.read() is not grpc.aio.EOF:
-                pass
-    assert (ended.value.code(), StatusError.of(ended.value).reason) == (grpc.StatusCode.ABORTED, "HOLD_CLOSED")
+    status = await asyncio.wait_for(_refused(reading), 5)
+    assert (status.code, status.reason) == (grpc.StatusCode.ABORTED, "HOLD_CLOSED")
     talk.call.cancel()
 
 

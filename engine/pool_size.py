@@ -11,6 +11,12 @@ _GIB = 1 << 30
 _DEFAULT_POOL_BYTES = _GIB
 
 
+def check_model_len(config: EngineConfig, max_position_embeddings: int) -> None:
+    """Raises ConfigError when the configured length is more than the model has positions for: before a pool is sized by it."""
+    if config.max_model_len is not None and config.max_model_len > max_position_embeddings:
+        raise ConfigError("max_model_len", f"{config.max_model_len} is more than the model's {max_position_embeddings}")
+
+
 def pool_num_blocks(config: EngineConfig, layout: KvLayout, available_bytes: int) -> int:
     """Blocks of the pool; raises ConfigError when they do not fit `available_bytes` or are none."""
     field = "num_blocks" if config.num_blocks is not None else "kv_cache_memory_bytes"
@@ -33,12 +39,10 @@ def pool_num_blocks(config: EngineConfig, layout: KvLayout, available_bytes: int
 
 
 def served_model_len(config: EngineConfig, max_position_embeddings: int, num_blocks: int) -> int:
-    """Most tokens of a sequence; raises ConfigError when the configured one is more than the model or the pool has room for."""
+    """Most tokens of a sequence; raises ConfigError when the configured one is more than the pool has room for."""
     num_pool_tokens = num_blocks * config.block_size
     if config.max_model_len is None:
         return min(max_position_embeddings, num_pool_tokens)
-    if config.max_model_len > max_position_embeddings:
-        raise ConfigError("max_model_len", f"{config.max_model_len} is more than the model's {max_position_embeddings}")
     if config.max_model_len > num_pool_tokens:
         raise ConfigError(
             "max_model_len",

@@ -18,7 +18,7 @@ from engine.kernels.build import default_cache_dir, find_compiler
 from engine.kernels.native import NativeAttention, supports_head_dim
 from engine.kv_cache import HostKvCache, KvLayout
 from engine.model import LoadedModel, load_model
-from engine.pool_size import available_memory_bytes, pool_num_blocks, served_model_len
+from engine.pool_size import available_memory_bytes, check_model_len, pool_num_blocks, served_model_len
 from engine.sampler import sample
 from engine.sampling_params import SampledToken
 from engine.step import Chunk, StepPlan, StepResult
@@ -186,6 +186,7 @@ def build_torch_engine_parts(config: EngineConfig) -> tuple[ModelFacts, HostKvCa
     """
     model = load_model(config.model, config.dtype, config.device)
     layout = kv_layout(model, config.block_size)
+    check_model_len(config, model.max_position_embeddings)
     num_blocks = pool_num_blocks(config, layout, available_memory_bytes())
     max_model_len = served_model_len(config, model.max_position_embeddings, num_blocks)
     kv_cache = HostKvCache(layout, num_blocks)

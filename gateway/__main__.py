@@ -37,7 +37,7 @@ async def serve(service: Service) -> None:
 
 def main() -> ExitCode:
     """Reads settings and serves; returns the process's exit code."""
-    return run_service(serve, load_settings(GatewaySettings, prog="python -m gateway"), "gateway")
+    return run_service(serve, load_settings(GatewaySettings, prog="gateway"), "gateway")
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ def _read_yaml(cls: type[BaseSettings], path: Path) -> dict[str, Any]:
 
 def _describe(problem: Any) -> str:
     field = str(problem["loc"][0]) if problem["loc"] else ""
-    message = str(problem["msg"])
+    message = str(problem["msg"]).removeprefix("Value error, ")
     if not field:
         return message
     given = "" if problem["type"] == "missing" else f" (got {problem['input']!r})"

@@ -57,9 +57,9 @@ async def _streaming(stack: LiveStack, max_tokens: int = _ENDLESS) -> list[LiveR
 
 
 async def _computing(stack: LiveStack, names: tuple[str, ...] = ("prefill-0", "prefill-1")) -> list[LiveRequest]:
-    """Requests whose long prompts are being computed on all these prefill instances."""
+    """A request for each of these prefill instances whose long prompt is being computed there."""
     before = {name: (await stack.memory(name)).computed_prompt_tokens for name in names}
-    requests = [stack.ask(_prompt(2500), timeout_s=60.0, **_SHORT) for _ in range(2 * len(names))]
+    requests = [stack.ask(_prompt(5000), timeout_s=60.0, **_SHORT) for _ in names]
 
     async def computes() -> bool:
         reports = {name: await stack.memory(name) for name in names}

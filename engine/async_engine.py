@@ -97,6 +97,7 @@ class AsyncEngine:
         self._changing = False
         """The last step did something: the next one may, without a call."""
         self._checked = False
+        self._looked_ns = 0
 
     # Life
 
@@ -260,7 +261,7 @@ class AsyncEngine:
         num_taken = self._take_calls(wait=not self._changing)
         if num_taken is None:
             return False
-        self._changing = self._engine.step()
+        self._changing = self._engine.step(self._looked_ns)
         if self._changing or num_taken:
             self._tell()
             self._checked = False
@@ -280,6 +281,7 @@ class AsyncEngine:
         while True:
             try:
                 self._idle = wait and num_taken == 0
+                self._looked_ns = time.monotonic_ns()
                 item = self._calls.get(timeout=_IDLE_WAIT_S) if self._idle else self._calls.get_nowait()
             except queue.Empty:
                 if not self._answers:

@@ -39,7 +39,7 @@ class Engine:
         self._num_late_steps = 0
         self._computed_prompt_tokens = 0
         self._generated_tokens = 0
-        self._last_step_started_ns = 0
+        self._last_look_ns = 0
         self._last_step_ids: frozenset[str] = frozenset()
 
     @property
@@ -115,7 +115,7 @@ class Engine:
         sequence = self._sequences.get(seq_id)
         if sequence is None:
             return
-        if seq_id in self._last_step_ids and posted_ns < self._last_step_started_ns:
+        if seq_id in self._last_step_ids and posted_ns < self._last_look_ns:
             self._num_late_steps += 1
         self._end(sequence, SequenceState.CANCELLED, None)
 
@@ -149,8 +149,11 @@ class Engine:
 
     # Steps
 
-    def step(self) -> bool:
-        """Computes one step; False when nothing was computed and nobody preempted, and so nothing will be before the next call."""
+    def step(self, looked_ns: int | None = None) -> bool:
+        """Computes one step; False when nothing was computed and nobody preempted, and so nothing will be before the next call.
+
+        `looked_ns` is when the caller began its last look for calls, which found none: a release posted before it, and not handled, makes the step late.
+        """
         self._num_steps += 1
         now = time.monotonic_ns()
         plan = self.scheduler.schedule(self._num_steps)
@@ -165,7 +168,7 @@ class Engine:
                 sequence.first_scheduled_ns = now
                 self._admit_reader(sequence)
                 self._tell(sequence, Scheduled(now, sequence.num_cached_tokens, tuple(sequence.block_ids), sequence.num_charged_blocks))
-        self._last_step_started_ns = now
+        self._last_look_ns = now if looked_ns is None else looked_ns
         self._last_step_ids = frozenset(chunk.seq_id for chunk in plan.chunks)
         result = self._device.execute(plan)
         self._update(plan, result, now)

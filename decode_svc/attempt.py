@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -90,12 +91,16 @@ class HandoverAttempt:
             if first is None:
                 raise HandoverProtocolError("prefill sent no first token")
             finish = self._job.finish_of_first(first, self._pool.engine.model)
-            decode = await self._send_first(first, finish, done)
+            self._pool.pace.saw(queue_s=done.queue_s, prefill_s=done.prefill_s, num_tokens=done.computed_tokens)
+            self._report.cached_tokens = done.cached_tokens
+            decode = DecodeSpan(self._trace)
             try:
                 if finish is not None:
+                    self._output.handed_over(decode_pb2.HandoverReport())
+                    await send_first(self._pool, self._output, [first], self._report, finish, decode)
                     decode.end(1)
                     return None
-                await self._confirm(call, done, handover)
+                await self._send_and_confirm(call, done, handover, first, decode)
                 await self._pool.engine.commit(self._spec.seq_id, first)
             except BaseException as error:
                 decode.end(1, type(error).__name__)
@@ -103,12 +108,19 @@ class HandoverAttempt:
         self._record(handover, done_ns)
         return decode
 
-    async def _send_first(self, first: SampledToken, finish: Finish | None, done: prefill_pb2.PrefillDone) -> DecodeSpan:
-        self._pool.pace.saw(queue_s=done.queue_s, prefill_s=done.prefill_s, num_tokens=done.computed_tokens)
-        self._report.cached_tokens = done.cached_tokens
-        if finish is not None:
-            self._output.handed_over(decode_pb2.HandoverReport())
-        return await send_first(self._pool, self._output, [first], self._report, finish, self._trace)
+    async def _send_and_confirm(self, call: PrefillCall, done: prefill_pb2.PrefillDone, handover: Handover, first: SampledToken, decode: DecodeSpan) -> None:
+        """The first token goes out at once, and the hand-over is confirmed meanwhile: a slow client must not keep prefill's blocks."""
+        sending = asyncio.ensure_future(send_first(self._pool, self._output, [first], self._report, None, decode))
+        try:
+            await self._confirm(call, done, handover)
+        except asyncio.CancelledError:
+            sending.cancel()
+            raise
+        except Exception:
+            # The token is on its way and cannot be taken back: what follows must know that the client has it.
+            await sending
+            raise
+        await sending
 
     async def _confirm(self, call: PrefillCall, done: prefill_pb2.PrefillDone, handover: Handover) -> None:
         num_blocks = await call.copied(handover)
@@ -160,7 +172,8 @@ async def compute_first_token(pool: DecodePool, peer: PrefillPeer, job: Job, out
     pool.pace.saw(queue_s=done.queue_s, prefill_s=done.prefill_s, num_tokens=done.computed_tokens)
     report.cached_tokens = done.cached_tokens
     output.handed_over(decode_pb2.HandoverReport())
-    decode = await send_first(pool, output, [] if first is None else [first], report, finish, current_context())
+    decode = DecodeSpan(current_context())
+    await send_first(pool, output, [] if first is None else [first], report, finish, decode)
     decode.end(len(output.token_ids))
 
 

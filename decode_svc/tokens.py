@@ -50,15 +50,13 @@ class DecodeSpan:
 
 
 async def send_first(
-    pool: DecodePool, output: Output, tokens: list[SampledToken], report: decode_pb2.PromptReport, finish: Finish | None, trace: Context | None
-) -> DecodeSpan:
-    """Sends the first token at once, whatever the copy still needs; the time to the first token ends here."""
-    decode = DecodeSpan(trace)
+    pool: DecodePool, output: Output, tokens: list[SampledToken], report: decode_pb2.PromptReport, finish: Finish | None, decode: DecodeSpan
+) -> None:
+    """Sends the first token; the time to the first token ends here."""
     await failpoint(spans.DECODE)
     await output.send(tokens, prompt=report, finish=finish)
     decode.first_token()
     pool.metrics.prompt_path(PATH_NAMES[report.path]).inc()
-    return decode
 
 
 async def stream_tokens(pool: DecodePool, output: Output, stream: SequenceStream, decode: DecodeSpan) -> None:
@@ -111,7 +109,8 @@ async def stream_local(pool: DecodePool, output: Output, stream: SequenceStream,
         progress.end()
         pool.metrics.request_prefill_time_seconds.observe(progress.prefill_s)
         report.cached_tokens = progress.cached_tokens
-        decode = await send_first(pool, output, tokens, report, finish, current_context())
+        decode = DecodeSpan(current_context())
+        await send_first(pool, output, tokens, report, finish, decode)
         if finish:
             decode.end(len(tokens))
             return

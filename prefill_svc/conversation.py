@@ -134,12 +134,12 @@ class Conversation:
         started_ns = time.monotonic_ns()
         error: str | None = "cancelled"
         try:
-            await failpoint(spans.KV_HOLD)
             assert self._next_request is not None
             request = await self._next_request
             if request is grpc.aio.EOF:
                 raise _gone()
             _check_copied(request, hold)
+            await failpoint(spans.KV_HOLD)
             if not await self._pool.engine.confirm(self._prompt.spec.seq_id, self._prompt.num_blocks):
                 raise aborted("HOLD_BROKEN", "the blocks were not held without a break")
             await self._write(confirmed=prefill_pb2.Confirmed(hold_id=hold.hold_id))

@@ -49,6 +49,12 @@ class Tally:
         """Every phase has been met often enough."""
         return self.num_cancels >= num_cancels and all(self.phases[phase] >= per_phase for phase in _PHASES)
 
+    def when_to_cancel_s(self) -> tuple[float, float]:
+        """The range for the next wave's moment: late while the late phases are the rarest ones."""
+        late = min(self.phases[phase] for phase in (spans.KV_TRANSFER, spans.DECODE))
+        early = min(self.phases[phase] for phase in (spans.QUEUE, spans.PREFILL_QUEUE, spans.PREFILL))
+        return (1.5, 4.0) if late <= early else (0.05, 2.0)
+
     def p99_s(self) -> float:
         """The 99th percentile of the time until everything was given back."""
         return sorted(self.given_back_s)[max(0, int(len(self.given_back_s) * 0.99) - 1)]
@@ -150,7 +156,7 @@ async def run(check: Check, model: Path) -> tuple[Tally, float, int]:
             "OTEL_BSP_SCHEDULE_DELAY": "50",
             "OTEL_TRACES_SAMPLER": "parentbased_always_on",
             # Without it a copy on this machine is over in milliseconds, and hardly a client would leave during one.
-            "TANDEM_FAILPOINTS": f"{spans.KV_TRANSFER}=delay:0.1",
+            "TANDEM_FAILPOINTS": f"{spans.KV_TRANSFER}=delay:0.3",
         }
         worker = f"--dtype=bfloat16 --max-model-len=1024 --num-threads=1 --max-prefill-tokens-per-step={_CHUNK_TOKENS} --kv-cache-memory-bytes=300000000"
         options = StackOptions(model, prefill_args=worker, decode_args=worker, gateway_args=f"--max-active-requests={_ACTIVE}", environment=environment)
@@ -158,11 +164,14 @@ async def run(check: Check, model: Path) -> tuple[Tally, float, int]:
             waves = Waves(cluster, receiver, mixed_prompts(model, 1, longest=6000, seed=3)[0])
             await waves.idle_step_s()  # finds everything cold
             step_s = await waves.idle_step_s()
-            tally, moments, began = Tally(), random.Random(6), time.monotonic()
+            tally, moments, began, num_waves = Tally(), random.Random(6), time.monotonic(), 0
             while not tally.enough(num_cancels, per_phase):
                 if time.monotonic() - began > _MAX_RUN_S:
                     check.void(f"phases met: {dict(tally.phases)}, too few after {_MAX_RUN_S:g} s")
-                await waves.run(tally, moments.uniform(0.05, 2.5))
+                await waves.run(tally, moments.uniform(*tally.when_to_cancel_s()))
+                num_waves += 1
+                if num_waves % 10 == 0:
+                    print(f"  {time.monotonic() - began:.0f} s: {tally.num_cancels} cancels, {dict(tally.phases)}", flush=True)
             memory = await cluster.memory()
             return tally, step_s, sum(report.num_late_steps for report in memory.values())
 

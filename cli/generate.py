@@ -74,9 +74,11 @@ def _print_summary(generation: Generation, console: Console) -> None:
 class Chat:
     """A conversation. Ctrl-C while an answer comes cancels it and keeps what was said; at the prompt it clears the line; Ctrl-D ends."""
 
-    def __init__(self, options: GenerateOptions, console: Console) -> None:
+    def __init__(self, options: GenerateOptions, console: Console, write: Callable[[str], None] | None = None) -> None:
+        """`write` takes the answers' text as it comes; standard output without it."""
         self._options = options
         self._console = console
+        self._write = write or _write_out
         self._turns: list[tuple[str, str]] = []
 
     def run(self, read_line: Callable[[str], str] = input) -> None:
@@ -114,11 +116,11 @@ class Chat:
         turns = [*self._turns, ("user", line)]
         generation = Generation(chat_request(_with_system(self._options.system, turns), self._options.sampling, model=self._options.model))
         try:
-            runner.run(_stream(generation, channel, self._options, _write_out))
-            _write_out("\n")
+            runner.run(_stream(generation, channel, self._options, self._write))
+            self._write("\n")
             _print_summary(generation, self._console)
         except KeyboardInterrupt:
-            _write_out("\n")
+            self._write("\n")
             self._console.print("cancelled", style="yellow")
         except UserError as error:
             if not self._turns and error.exit_code == 2:

@@ -49,8 +49,9 @@ def gumbel_approximately(key: RowKey, token_ids: torch.Tensor | None, vocab_size
     mixed = _mixed_token_ids(vocab_size, device)
     bits = (mixed if token_ids is None else mixed[token_ids]) ^ _signed(key.mask)
     _mix32_in_place(bits.add_(_signed(key.offset)))
-    uniform = bits.double().add_(2147483648.5).mul_(2.0**-32).float()
-    return uniform.neg_().log1p_().neg_().log_().neg_()
+    # The first logarithm in float64: near 1 a float32 cannot tell how far from 1 it is, and that distance is the noise.
+    uniform = bits.double().add_(2147483648.5).mul_(2.0**-32)
+    return uniform.neg_().log1p_().neg_().float().log_().neg_()
 
 
 @functools.lru_cache(maxsize=8)

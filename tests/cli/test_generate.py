@@ -131,31 +131,18 @@ def test_chat_sends_the_whole_conversation() -> None:
     assert [[turn.content for turn in request.chat.messages] for request in gateway.requests] == [["Hello"], ["Hello", _ANSWER, "And now?"], ["Anew"]]
 
 
-def test_ctrl_c_cancels_the_answer_and_not_the_chat(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_cancels_the_answer_and_not_the_chat() -> None:
     out = io.StringIO()
+
+    def interrupt_after_the_third_word(text: str) -> None:
+        if text == WORDS[2]:
+            os.kill(os.getpid(), signal.SIGINT)
+
     with _gateway_in_a_thread("slow") as (target, gateway):
         lines = _lines("Hello", "Still there?")
-
-        def read_line(prompt: str) -> str:
-            line = next(lines)
-            # Ctrl-C once the third word has been shown
-            threading.Thread(target=_interrupt_after, args=(capsys, WORDS[2])).start()
-            return line
-
-        chat = Chat(_options(target), Console(file=out))
-        chat.run(read_line)
+        Chat(_options(target), Console(file=out), interrupt_after_the_third_word).run(lambda prompt: next(lines))
     assert out.getvalue().count("cancelled") == 2
     assert [turn.content for turn in gateway.requests[1].chat.messages] == ["Hello", "".join(WORDS[:3]), "Still there?"]
-
-
-def _interrupt_after(capsys: pytest.CaptureFixture[str], word: str) -> None:
-    seen = ""
-    for _ in range(1000):
-        seen += capsys.readouterr().out
-        if word in seen:
-            os.kill(os.getpid(), signal.SIGINT)
-            return
-        threading.Event().wait(0.01)
 
 
 def test_first_turn_with_an_unreachable_gateway_ends_the_chat() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import grpc
@@ -23,6 +24,7 @@ from telemetry import spans
 from worker.progress import PromptProgress
 from worker.statuses import engine_errors
 
+_LOG = logging.getLogger(__name__)
 _RETRY_S = 1.0
 
 
@@ -74,6 +76,7 @@ class Generation:
 
     def _failed(self, failure: AttemptFailedError) -> None:
         self._failures.append(failure)
+        _LOG.warning("attempt %d at a hand-over failed (%s): %s", len(self._failures), failure.reason, failure)
         self._pool.metrics.kv_transfer_failures(failure.reason).inc()
 
     def _time_for_another(self) -> bool:

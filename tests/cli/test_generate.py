@@ -131,6 +131,15 @@ def test_chat_sends_the_whole_conversation() -> None:
     assert [[turn.content for turn in request.chat.messages] for request in gateway.requests] == [["Hello"], ["Hello", _ANSWER, "And now?"], ["Anew"]]
 
 
+@pytest.fixture
+def _ctrl_c_interrupts() -> Iterator[None]:
+    """As at a terminal: a job that a shell has put into the background starts with SIGINT ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_ctrl_c_interrupts")
 def test_ctrl_c_cancels_the_answer_and_not_the_chat() -> None:
     out = io.StringIO()
 

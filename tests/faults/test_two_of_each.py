@@ -104,11 +104,17 @@ async def test_frozen_processes_are_given_up_and_serve_again_when_they_wake(stac
         assert stream.outcome[0] == "UNAVAILABLE"
     await stack.wait_until_available(*_ALL, within_s=5.0)
     await stack.assert_nothing_held()
+    await until(lambda: _idle_by_report(stack), 5.0, "the gateway does not hear that all workers are idle")
     again = await asyncio.gather(*(stack.ask(_prompt(300), **_SHORT).ended() for _ in range(8)))
     assert [request.outcome for request in again] == [("OK", "")] * 8
     assert {request.trailers["tandem-decode-instance"] for request in again} == {"decode-0", "decode-1"}
     assert {request.trailers["tandem-prefill-instance"] for request in again} == {"prefill-0", "prefill-1"}
     await stack.assert_nothing_held()
+
+
+async def _idle_by_report(stack: LiveStack) -> bool:
+    """The router goes by reports, and one that woke up says at first how much it had before it slept."""
+    return all(instance.load.prefill_backlog_tokens == instance.load.num_requests_running == 0 for instance in (await stack.status()).instances)
 
 
 async def _have_ended(requests: list[LiveRequest], count: int) -> bool:

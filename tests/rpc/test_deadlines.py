@@ -23,7 +23,8 @@ async def _remaining(timeout_s: float | None, default_s: float) -> float:
 
 
 async def test_clients_deadline_is_what_remains() -> None:
-    assert 3 < await _remaining(5, 600) <= 5
+    # gRPC writes a timeout with few digits and rounds it up, by at most a hundredth.
+    assert 3 < await _remaining(5, 600) <= 5.05
 
 
 async def test_without_or_with_a_longer_deadline_the_default_remains() -> None:

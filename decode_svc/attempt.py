@@ -8,7 +8,7 @@ from typing import Any
 
 import grpc
 
-from decode_svc.failures import AttemptFailedError, attempt_at
+from decode_svc.failures import AttemptFailedError, attempt_at, is_own_cancel
 from decode_svc.job import Job
 from decode_svc.output import Output
 from decode_svc.peers import PrefillPeer
@@ -113,12 +113,12 @@ class HandoverAttempt:
         sending = asyncio.ensure_future(send_first(self._pool, self._output, [first], self._report, None, decode))
         try:
             await self._confirm(call, done, handover)
-        except asyncio.CancelledError:
-            sending.cancel()
-            raise
-        except Exception:
-            # The token is on its way and cannot be taken back: what follows must know that the client has it.
-            await sending
+        except BaseException:
+            if is_own_cancel():
+                sending.cancel()
+            else:
+                # The token is on its way and cannot be taken back: what follows must know that the client has it.
+                await sending
             raise
         await sending
 

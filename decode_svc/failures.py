@@ -33,6 +33,12 @@ class AttemptFailedError(Exception):
         self.pairs = pairs
 
 
+def is_own_cancel() -> bool:
+    """Somebody cancels this RPC. grpc.aio raises CancelledError also when the peer ended a call with CANCELLED: then nobody has cancelled this task."""
+    task = asyncio.current_task()
+    return task is None or task.cancelling() > 0
+
+
 @contextmanager
 def attempt_at(instance: str, context: grpc.aio.ServicerContext[object, object]) -> Iterator[None]:
     """Sorts what leaves the block: StatusError for the caller's own end or mistake, AttemptFailedError for the rest; a cancel of this RPC stays one."""
@@ -46,9 +52,7 @@ def attempt_at(instance: str, context: grpc.aio.ServicerContext[object, object])
     except HoldBrokenError as error:
         raise AttemptFailedError(instance, "RESERVATION_GONE", str(error)) from error
     except asyncio.CancelledError:
-        # grpc.aio raises it also when the peer ended the call with CANCELLED: then nobody has cancelled this task.
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
+        if is_own_cancel():
             raise
         raise AttemptFailedError(instance, "CANCELLED", "the instance ended the call with CANCELLED") from None
 

@@ -155,8 +155,8 @@ class AsyncEngine:
         assert isinstance(blocks, calls.ReservedBlocks)
         return ReservedSequence(blocks, stream)
 
-    async def commit(self, seq_id: str, first: SampledToken) -> None:
-        """The hand-over is confirmed: decoding goes on behind `first`. Raises HoldBrokenError."""
+    async def commit(self, seq_id: str, first: tuple[SampledToken, ...]) -> None:
+        """The hand-over is confirmed: each sample decodes on behind its first token; see calls.Commit. Raises HoldBrokenError."""
         await self._ask(calls.Commit(seq_id, first))
 
     def release(self, seq_id: str) -> None:

@@ -37,10 +37,13 @@ class ReservedBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """The hand-over is confirmed: the prompt's blocks are filled, and decoding goes on behind `first`. Raises HoldBrokenError."""
+    """The hand-over is confirmed: the prompt's blocks are filled, and each sample decodes behind its first token. Raises HoldBrokenError.
+
+    Of a readmitted sample: `seq_id` is its sample id, and `first` its next token alone.
+    """
 
     seq_id: str
-    first: SampledToken
+    first: tuple[SampledToken, ...]
 
 
 @dataclass(frozen=True, slots=True)

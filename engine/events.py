@@ -33,34 +33,61 @@ class ChunkComputed:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Sampled tokens; `position` is the index of the first one in the output, from 0."""
+    """Sampled tokens; `position` is the index of the first one in the sample's output, from 0."""
 
     position: int
     tokens: tuple[SampledToken, ...]
     at_ns: int
+    index: int = 0
+    """Which of the sequence's samples, 0 to n-1."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Log probabilities of the prompt's next tokens, when asked for; from its second token on, without a gap, each told once."""
+
+    logprobs: tuple[SampledToken, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Preempted:
-    """The sequence gave its blocks back and will be computed again."""
+    """A sample gave its blocks back and will be computed again."""
 
     at_ns: int
+    index: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Readmitted:
+    """A preempted sample has blocks again and waits for KV (WAITING_FOR_KV): it is longer than `max_recompute_tokens`, so its owner must have its prompt and
+    output computed elsewhere, and commit, or release."""
+
+    at_ns: int
+    index: int
+    sample_id: str
+    """Names the sample to `acquire` and `commit`."""
+    block_ids: tuple[int, ...]
+    num_prompt_blocks: int
+    """Leading blocks to fill: those of all tokens so far."""
+    num_cached_blocks: int
+    """Leading blocks that the prefix cache has already."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The last event of a sequence that ended by itself; its blocks are given back."""
+    """The last event of a sample that ended by itself; its own blocks are given back. The last one of its sequence ends the sequence."""
 
     finish: Finish
     at_ns: int
+    index: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The last event of a sequence that an error ended; its blocks are given back."""
+    """The last event of a sequence that an error ended, all its samples with it; its blocks are given back."""
 
     error: Exception
     at_ns: int
 
 
-Event = Scheduled | ChunkComputed | Tokens | Preempted | Finished | Failed
+Event = Scheduled | ChunkComputed | PromptLogprobs | Tokens | Preempted | Readmitted | Finished | Failed

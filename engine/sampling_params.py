@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
+from typing import Self
 
 
 class FinishReason(Enum):
@@ -31,6 +32,10 @@ class SamplingParams:
 
     max_tokens: int
     """Most tokens to generate, counted from the end of the prompt (tokens of a resume included)."""
+    n: int = 1
+    """Samples of the one prompt; sample i draws its noise with sample index `sample_index` + i."""
+    min_tokens: int = 0
+    """The first min_tokens output tokens are none that would end the sequence."""
     temperature: float = 1.0
     """0 is greedy."""
     top_p: float = 1.0
@@ -46,11 +51,29 @@ class SamplingParams:
     """Do not end at the model's own end-of-sequence tokens."""
     logprobs: int | None = None
     """Report each token's log probability and this many alternatives."""
+    prompt_logprobs: int | None = None
+    """Report the same for each prompt token but the first; the whole prompt is computed for it, whatever is cached."""
+    presence_penalty: float = 0.0
+    """Taken from the logits of all tokens in the output."""
+    frequency_penalty: float = 0.0
+    """Taken from them once for each occurrence in the output."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits, and multiplies the others, of all tokens in prompt and output."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, value added to its logit), each token once."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Only these may be sampled; empty: all."""
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    """Runs of token ids of which the last is not sampled behind the others. None is empty."""
 
     @property
     def greedy(self) -> bool:
         """No noise is drawn."""
         return self.temperature == 0.0
+
+    def of_sample(self, index: int) -> Self:
+        """Those of the one sample `index`, from 0, of `n`."""
+        return replace(self, n=1, sample_index=self.sample_index + index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +92,8 @@ def finish_of(
 
     Both pools decide with this one function, so that neither needs the other's word for it.
     """
-    if token_id in params.stop_token_ids or (not params.ignore_eos and token_id in eos_token_ids):
+    may_stop = num_output_tokens > params.min_tokens
+    if may_stop and (token_id in params.stop_token_ids or (not params.ignore_eos and token_id in eos_token_ids)):
         return Finish(FinishReason.STOP, token_id)
     if num_output_tokens >= params.max_tokens or num_tokens >= max_model_len:
         return Finish(FinishReason.LENGTH)

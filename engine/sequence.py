@@ -77,7 +77,7 @@ class SequenceSpec:
     sampling: SamplingParams
     kind: SequenceKind
     output_token_ids: tuple[int, ...] = ()
-    """A resume: computed like the prompt, never sampled again."""
+    """A resume of one sample (n = 1): computed like the prompt, never sampled again."""
     tenant_salt: bytes = b""
     priority: int = 0
     """Smaller is served first."""
@@ -87,9 +87,15 @@ class SequenceSpec:
     """PREFILL_ONLY: a reader that gets references of its own on all blocks with their allocation, so that it need not wait for the engine thread,
     busy with the next chunk, when a chunk can be read. Its owner owes a `drop`, posted behind the sequence's release."""
 
+    max_recompute_tokens: int | None = None
+    """When a preempted sample comes back with more tokens than this to compute, its owner is asked for their KV (see events.Readmitted); None: it is always
+    computed here."""
+
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
             raise ValueError("prompt_token_ids must not be empty")
+        if self.sampling.n > 1 and self.output_token_ids:
+            raise ValueError("output_token_ids are those of one sample, n is above 1")
         if self.sampling.max_tokens < 0:
             raise ValueError(f"max_tokens must be at least 0, got {self.sampling.max_tokens}")
 

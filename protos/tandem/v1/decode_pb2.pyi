@@ -23,7 +23,7 @@ PROMPT_PATH_LOCAL_FALLBACK: PromptPath
 PROMPT_PATH_PREFILL_ONLY: PromptPath
 
 class DecodeServiceGenerateRequest(_message.Message):
-    __slots__ = ("request_id", "tenant_salt", "prompt_token_ids", "output_token_ids", "sampling_params", "priority", "prefill_instance")
+    __slots__ = ("request_id", "tenant_salt", "prompt_token_ids", "output_token_ids", "sampling_params", "priority", "prefill_instance", "sample_index")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_SALT_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +31,7 @@ class DecodeServiceGenerateRequest(_message.Message):
     SAMPLING_PARAMS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     PREFILL_INSTANCE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tenant_salt: bytes
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -38,10 +39,11 @@ class DecodeServiceGenerateRequest(_message.Message):
     sampling_params: _generation_pb2.SamplingParams
     priority: int
     prefill_instance: str
-    def __init__(self, request_id: _Optional[str] = ..., tenant_salt: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., prefill_instance: _Optional[str] = ...) -> None: ...
+    sample_index: int
+    def __init__(self, request_id: _Optional[str] = ..., tenant_salt: _Optional[bytes] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., priority: _Optional[int] = ..., prefill_instance: _Optional[str] = ..., sample_index: _Optional[int] = ...) -> None: ...
 
 class DecodeServiceGenerateResponse(_message.Message):
-    __slots__ = ("reservation", "token_ids", "logprobs", "position", "prompt", "handover", "finish")
+    __slots__ = ("reservation", "token_ids", "logprobs", "position", "prompt", "handover", "finish", "index", "prompt_logprobs")
     RESERVATION_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +51,8 @@ class DecodeServiceGenerateResponse(_message.Message):
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     HANDOVER_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     reservation: Reservation
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenLogprob]
@@ -56,7 +60,9 @@ class DecodeServiceGenerateResponse(_message.Message):
     prompt: PromptReport
     handover: HandoverReport
     finish: _generation_pb2.Finish
-    def __init__(self, reservation: _Optional[_Union[Reservation, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprob, _Mapping]]] = ..., position: _Optional[int] = ..., prompt: _Optional[_Union[PromptReport, _Mapping]] = ..., handover: _Optional[_Union[HandoverReport, _Mapping]] = ..., finish: _Optional[_Union[_generation_pb2.Finish, _Mapping]] = ...) -> None: ...
+    index: int
+    prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenLogprob]
+    def __init__(self, reservation: _Optional[_Union[Reservation, _Mapping]] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprob, _Mapping]]] = ..., position: _Optional[int] = ..., prompt: _Optional[_Union[PromptReport, _Mapping]] = ..., handover: _Optional[_Union[HandoverReport, _Mapping]] = ..., finish: _Optional[_Union[_generation_pb2.Finish, _Mapping]] = ..., index: _Optional[int] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprob, _Mapping]]] = ...) -> None: ...
 
 class Reservation(_message.Message):
     __slots__ = ("num_charged_blocks", "num_blocks", "cached_tokens")

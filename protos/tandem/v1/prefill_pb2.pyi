@@ -18,7 +18,7 @@ class PrefillRequest(_message.Message):
     def __init__(self, start: _Optional[_Union[PrefillStart, _Mapping]] = ..., copied: _Optional[_Union[Copied, _Mapping]] = ...) -> None: ...
 
 class PrefillStart(_message.Message):
-    __slots__ = ("request_id", "tenant_salt", "layout", "prompt_token_ids", "output_token_ids", "sampling_params", "num_cached_blocks", "transports", "priority", "process_id")
+    __slots__ = ("request_id", "tenant_salt", "layout", "prompt_token_ids", "output_token_ids", "sampling_params", "num_cached_blocks", "transports", "priority", "process_id", "sample_index")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TENANT_SALT_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
@@ -29,6 +29,7 @@ class PrefillStart(_message.Message):
     TRANSPORTS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_INDEX_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     tenant_salt: bytes
     layout: _kv_pb2.KvLayout
@@ -39,7 +40,8 @@ class PrefillStart(_message.Message):
     transports: _containers.RepeatedScalarFieldContainer[str]
     priority: int
     process_id: str
-    def __init__(self, request_id: _Optional[str] = ..., tenant_salt: _Optional[bytes] = ..., layout: _Optional[_Union[_kv_pb2.KvLayout, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., num_cached_blocks: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., priority: _Optional[int] = ..., process_id: _Optional[str] = ...) -> None: ...
+    sample_index: int
+    def __init__(self, request_id: _Optional[str] = ..., tenant_salt: _Optional[bytes] = ..., layout: _Optional[_Union[_kv_pb2.KvLayout, _Mapping]] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., output_token_ids: _Optional[_Iterable[int]] = ..., sampling_params: _Optional[_Union[_generation_pb2.SamplingParams, _Mapping]] = ..., num_cached_blocks: _Optional[int] = ..., transports: _Optional[_Iterable[str]] = ..., priority: _Optional[int] = ..., process_id: _Optional[str] = ..., sample_index: _Optional[int] = ...) -> None: ...
 
 class Copied(_message.Message):
     __slots__ = ("hold_id", "num_blocks")
@@ -50,34 +52,48 @@ class Copied(_message.Message):
     def __init__(self, hold_id: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("kv_ready", "done", "confirmed")
+    __slots__ = ("kv_ready", "done", "confirmed", "prompt_logprobs")
     KV_READY_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     CONFIRMED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     kv_ready: _kv_pb2.KvReady
     done: PrefillDone
     confirmed: Confirmed
-    def __init__(self, kv_ready: _Optional[_Union[_kv_pb2.KvReady, _Mapping]] = ..., done: _Optional[_Union[PrefillDone, _Mapping]] = ..., confirmed: _Optional[_Union[Confirmed, _Mapping]] = ...) -> None: ...
+    prompt_logprobs: PromptLogprobs
+    def __init__(self, kv_ready: _Optional[_Union[_kv_pb2.KvReady, _Mapping]] = ..., done: _Optional[_Union[PrefillDone, _Mapping]] = ..., confirmed: _Optional[_Union[Confirmed, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
 
-class PrefillDone(_message.Message):
-    __slots__ = ("token_id", "logprob", "cached_tokens", "computed_tokens", "num_blocks", "queue_s", "prefill_s", "hold_id")
+class PromptLogprobs(_message.Message):
+    __slots__ = ("logprobs",)
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenLogprob]
+    def __init__(self, logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprob, _Mapping]]] = ...) -> None: ...
+
+class FirstToken(_message.Message):
+    __slots__ = ("token_id", "logprob")
     TOKEN_ID_FIELD_NUMBER: _ClassVar[int]
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    token_id: int
+    logprob: _generation_pb2.TokenLogprob
+    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[_Union[_generation_pb2.TokenLogprob, _Mapping]] = ...) -> None: ...
+
+class PrefillDone(_message.Message):
+    __slots__ = ("first_tokens", "cached_tokens", "computed_tokens", "num_blocks", "queue_s", "prefill_s", "hold_id")
+    FIRST_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     COMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     HOLD_ID_FIELD_NUMBER: _ClassVar[int]
-    token_id: int
-    logprob: _generation_pb2.TokenLogprob
+    first_tokens: _containers.RepeatedCompositeFieldContainer[FirstToken]
     cached_tokens: int
     computed_tokens: int
     num_blocks: int
     queue_s: float
     prefill_s: float
     hold_id: str
-    def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[_Union[_generation_pb2.TokenLogprob, _Mapping]] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., hold_id: _Optional[str] = ...) -> None: ...
+    def __init__(self, first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., hold_id: _Optional[str] = ...) -> None: ...
 
 class Confirmed(_message.Message):
     __slots__ = ("hold_id",)

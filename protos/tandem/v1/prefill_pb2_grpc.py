@@ -28,7 +28,7 @@ if _version_not_supported:
 class PrefillServiceStub:
     """The prefill pool, called by decode instances only.
 
-    Order of messages: start; kv_ready after each chunk that filled blocks; done, when the prompt is computed and all its blocks are announced;
+    Order of messages: start; kv_ready after each chunk that filled blocks, prompt_logprobs when they are asked for; done, when the prompt is computed and all its blocks are announced;
     copied, when decode's readers have finished; confirmed, and the end with OK. Without transports nothing is held, and done is the last message.
     Each Prefill RPC is the hold on its blocks: whatever ends it gives them back. An end of input in place of copied is a cancel, never consent:
     decode goes that way when the first token was the last.
@@ -65,7 +65,7 @@ class PrefillServiceStub:
 class PrefillServiceServicer:
     """The prefill pool, called by decode instances only.
 
-    Order of messages: start; kv_ready after each chunk that filled blocks; done, when the prompt is computed and all its blocks are announced;
+    Order of messages: start; kv_ready after each chunk that filled blocks, prompt_logprobs when they are asked for; done, when the prompt is computed and all its blocks are announced;
     copied, when decode's readers have finished; confirmed, and the end with OK. Without transports nothing is held, and done is the last message.
     Each Prefill RPC is the hold on its blocks: whatever ends it gives them back. An end of input in place of copied is a cancel, never consent:
     decode goes that way when the first token was the last.
@@ -134,7 +134,7 @@ def add_PrefillServiceServicer_to_server(servicer, server):
 class PrefillService:
     """The prefill pool, called by decode instances only.
 
-    Order of messages: start; kv_ready after each chunk that filled blocks; done, when the prompt is computed and all its blocks are announced;
+    Order of messages: start; kv_ready after each chunk that filled blocks, prompt_logprobs when they are asked for; done, when the prompt is computed and all its blocks are announced;
     copied, when decode's readers have finished; confirmed, and the end with OK. Without transports nothing is held, and done is the last message.
     Each Prefill RPC is the hold on its blocks: whatever ends it gives them back. An end of input in place of copied is a cancel, never consent:
     decode goes that way when the first token was the last.

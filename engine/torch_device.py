@@ -8,8 +8,8 @@ from itertools import accumulate, chain
 
 import numpy as np
 import torch
-from transformers.activations import SiLUActivation
 
+from engine.activations import steady_activations
 from engine.attention import AttentionBackend, PackedBatch, TorchAttention
 from engine.config import EngineConfig
 from engine.errors import SequenceError
@@ -49,7 +49,7 @@ class TorchDevice:
         self._lm_head = model.module.lm_head
         self._pads_rows = model.dtype == torch.float32
         if self._pads_rows:
-            _steady_activations(model.module)
+            steady_activations(model.module)
         self._attention = _attention_backend(config, self._pool, model)
         _log.info("attention backend %s, %s, batch-invariant: %s", self.attention_backend, layout.dtype, self.batch_invariant)
 
@@ -148,20 +148,6 @@ class TorchDevice:
         if chunk.first_position < 0 or end > self._model.max_position_embeddings:
             return SequenceError(f"positions {chunk.first_position} to {end - 1} are not all below the model's {self._model.max_position_embeddings}")
         return None
-
-
-class _SteadySiLU(torch.nn.Module):
-    """SiLU from operations that round alike at every place of a tensor; torch's own takes another exponential for the odd elements at a thread's end."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x / torch.exp(-x).add_(1.0)
-
-
-def _steady_activations(module: torch.nn.Module) -> None:
-    for parent in list(module.modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, (torch.nn.SiLU, SiLUActivation)):
-                setattr(parent, name, _SteadySiLU())
 
 
 def _attention_backend(config: EngineConfig, pool: torch.Tensor, model: LoadedModel) -> AttentionBackend:

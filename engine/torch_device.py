@@ -13,12 +13,10 @@ from engine.activations import steady_activations
 from engine.attention import AttentionBackend, PackedBatch, TorchAttention
 from engine.config import EngineConfig
 from engine.errors import SequenceError
-from engine.facts import ModelFacts
 from engine.kernels.build import default_cache_dir, find_compiler
 from engine.kernels.native import NativeAttention, supports_head_dim
-from engine.kv_cache import HostKvCache, KvLayout
-from engine.model import LoadedModel, load_model
-from engine.pool_size import available_memory_bytes, check_model_len, pool_num_blocks, served_model_len
+from engine.kv_cache import HostKvCache
+from engine.model import LoadedModel
 from engine.sampler import sample
 from engine.sampling_params import SampledToken
 from engine.step import Chunk, StepPlan, StepResult
@@ -163,23 +161,3 @@ def _attention_backend(config: EngineConfig, pool: torch.Tensor, model: LoadedMo
             _log.warning("head_dim %d is not one of the native kernel's: attention runs on torch, slower and not batch-invariant", model.head_dim)
             return TorchAttention(pool)
     return NativeAttention(pool, model.num_heads, torch.get_num_threads(), config.cache_dir or default_cache_dir(), config.compiler)
-
-
-def build_torch_engine_parts(config: EngineConfig) -> tuple[ModelFacts, HostKvCache, TorchDevice]:
-    """Loads the model and makes pool and device; takes seconds, so call it off the event loop.
-
-    Raises ModelError, KernelBuildError, or ConfigError with the arithmetic when the pool does not fit memory or a sequence of `max_model_len` the pool.
-    """
-    model = load_model(config.model, config.dtype, config.device)
-    layout = kv_layout(model, config.block_size)
-    check_model_len(config, model.max_position_embeddings)
-    num_blocks = pool_num_blocks(config, layout, available_memory_bytes())
-    max_model_len = served_model_len(config, model.max_position_embeddings, num_blocks)
-    kv_cache = HostKvCache(layout, num_blocks)
-    facts = ModelFacts(model.name, model.vocab_size, model.eos_token_ids, max_model_len, layout)
-    return facts, kv_cache, TorchDevice(config, model, kv_cache)
-
-
-def kv_layout(model: LoadedModel, block_size: int) -> KvLayout:
-    """Layout of a pool for this model."""
-    return KvLayout(model.fingerprint, model.dtype_name, model.num_layers, model.num_kv_heads, model.head_dim, block_size)

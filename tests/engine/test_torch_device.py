@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from engine.build import build_torch_engine_parts
 from engine.config import AttentionBackendName, ConfigError, Dtype, EngineConfig
 from engine.errors import SequenceError
 from engine.sampling_params import SampledToken, SamplingParams
 from engine.step import Chunk, SampleRow, StepPlan
-from engine.torch_device import build_torch_engine_parts
 from tests.support.tiny_models import VOCAB_SIZE, write_tiny_model
 from tests.support.torch_steps import GREEDY, Driven, LogitsRecorder, generate, step, tiny_device
 

@@ -9,10 +9,11 @@ import numpy as np
 import torch
 
 from engine.attention import PackedBatch
+from engine.build import build_torch_engine_parts
 from engine.config import AttentionBackendName, Dtype, EngineConfig
 from engine.sampling_params import SampledToken, SamplingParams
 from engine.step import Chunk, SampleRow, StepPlan
-from engine.torch_device import TorchDevice, build_torch_engine_parts
+from engine.torch_device import TorchDevice
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
 

@@ -39,6 +39,8 @@ class EngineReport:
     num_late_steps: int
     """Sequences computed in a step that was launched after their release had been posted."""
     num_preemptions: int
+    num_readmissions: int = 0
+    """Preempted samples that got blocks again and were told to their owner (see events.Readmitted)."""
 
     @property
     def nothing_held(self) -> bool:

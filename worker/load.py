@@ -101,4 +101,6 @@ def memory_report(report: EngineReport, *, num_holds: int, num_active_rpcs: int)
         num_steps=report.num_steps,
         num_late_steps=report.num_late_steps,
         num_active_rpcs=num_active_rpcs,
+        num_preemptions=report.num_preemptions,
+        num_readmissions=report.num_readmissions,
     )

@@ -46,7 +46,7 @@ class LoadReport(_message.Message):
     def __init__(self, incarnation: _Optional[str] = ..., ready: _Optional[bool] = ..., draining: _Optional[bool] = ..., num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., num_requests_in_handover: _Optional[int] = ..., prefill_backlog_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., reserve_output_tokens: _Optional[int] = ..., layout: _Optional[_Union[_kv_pb2.KvLayout, _Mapping]] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class MemoryReport(_message.Message):
-    __slots__ = ("num_blocks", "num_free_blocks", "num_cached_blocks", "num_held_blocks", "owners", "sequences_by_state", "num_holds", "num_readers", "computed_prompt_tokens", "num_steps", "num_late_steps", "num_active_rpcs")
+    __slots__ = ("num_blocks", "num_free_blocks", "num_cached_blocks", "num_held_blocks", "owners", "sequences_by_state", "num_holds", "num_readers", "computed_prompt_tokens", "num_steps", "num_late_steps", "num_active_rpcs", "num_preemptions", "num_readmissions")
     class SequencesByStateEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -66,6 +66,8 @@ class MemoryReport(_message.Message):
     NUM_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_LATE_STEPS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACTIVE_RPCS_FIELD_NUMBER: _ClassVar[int]
+    NUM_PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    NUM_READMISSIONS_FIELD_NUMBER: _ClassVar[int]
     num_blocks: int
     num_free_blocks: int
     num_cached_blocks: int
@@ -78,7 +80,9 @@ class MemoryReport(_message.Message):
     num_steps: int
     num_late_steps: int
     num_active_rpcs: int
-    def __init__(self, num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., owners: _Optional[_Iterable[_Union[BlockOwner, _Mapping]]] = ..., sequences_by_state: _Optional[_Mapping[str, int]] = ..., num_holds: _Optional[int] = ..., num_readers: _Optional[int] = ..., computed_prompt_tokens: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_late_steps: _Optional[int] = ..., num_active_rpcs: _Optional[int] = ...) -> None: ...
+    num_preemptions: int
+    num_readmissions: int
+    def __init__(self, num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., num_cached_blocks: _Optional[int] = ..., num_held_blocks: _Optional[int] = ..., owners: _Optional[_Iterable[_Union[BlockOwner, _Mapping]]] = ..., sequences_by_state: _Optional[_Mapping[str, int]] = ..., num_holds: _Optional[int] = ..., num_readers: _Optional[int] = ..., computed_prompt_tokens: _Optional[int] = ..., num_steps: _Optional[int] = ..., num_late_steps: _Optional[int] = ..., num_active_rpcs: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_readmissions: _Optional[int] = ...) -> None: ...
 
 class BlockOwner(_message.Message):
     __slots__ = ("name", "num_blocks")

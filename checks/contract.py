@@ -5,7 +5,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
+from collections.abc import Iterator
+from contextlib import AbstractAsyncContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
@@ -15,6 +19,11 @@ from checks.fuzz_cases import Case, batches
 from checks.single_process import running_single_process
 from checks.verdict import Check, quick
 from cli.stack import StackOptions
+from tandem.v1 import load_pb2
+
+_T = TypeVar("_T")
+_CASES_PER_ROUND = 400
+_NUM_LOOKS, _LOOK_S = 250, 0.02
 
 WORKER_ARGS = "--dtype=float32 --block-size=8 --num-threads=1 --max-model-len=256"
 PREFILL_ARGS = f"{WORKER_ARGS} --num-blocks=256 --max-prefill-tokens-per-step=24"
@@ -29,26 +38,65 @@ FEATURES = (
 """Each must have been seen, or the run proves nothing of it."""
 
 
-def fuzz(runner: asyncio.Runner, differential: Differential, num_batches: int, *, run_seed: int) -> None:
-    """Raises AssertionError with the smallest batch found that differs."""
+@dataclass(frozen=True, slots=True)
+class FuzzRun:
+    """Three processes, the reference, and the loop on which both live."""
 
-    @seed(run_seed)
-    @settings(max_examples=num_batches, deadline=None, database=None, phases=(Phase.generate, Phase.shrink), suppress_health_check=list(HealthCheck))
-    @given(batches())
-    def check(batch: list[Case]) -> None:
-        runner.run(differential.check(batch))
+    runner: asyncio.Runner
+    cluster: Cluster
+    differential: Differential
 
-    check()
+    def fuzz(self, num_batches: int, *, run_seed: int) -> None:
+        """Raises AssertionError with the smallest batch found that differs."""
+
+        @seed(run_seed)
+        @settings(max_examples=num_batches, deadline=None, database=None, phases=(Phase.generate, Phase.shrink), suppress_health_check=list(HealthCheck))
+        @given(batches())
+        def check(batch: list[Case]) -> None:
+            self.runner.run(self.differential.check(batch))
+
+        check()
+
+    def num_left(self) -> int:
+        """What is still held once the last client has its answer; bounded wait."""
+        return self.runner.run(self._num_left())
+
+    def decode_memory(self) -> load_pb2.MemoryReport:
+        """Decode's counters."""
+        return self.runner.run(self.cluster.memory())["decode"]
+
+    async def _num_left(self) -> int:
+        left = 1
+        for _ in range(_NUM_LOOKS):
+            left = sum(map(num_held, (await self.cluster.memory()).values()))
+            if not left:
+                break
+            await asyncio.sleep(_LOOK_S)
+        return left
 
 
-async def _num_left(cluster: Cluster) -> int:
-    """What is still held once the last client has its answer; bounded wait."""
-    for _ in range(250):
-        left = sum(map(num_held, (await cluster.memory()).values()))
-        if not left:
-            return 0
-        await asyncio.sleep(0.02)
-    return left
+@contextmanager
+def running_fuzz(model: Path, log: Path) -> Iterator[FuzzRun]:
+    """Starts everything; `log` takes the services' lines."""
+    options = StackOptions(model, prefill_args=PREFILL_ARGS, decode_args=DECODE_ARGS)
+    # A loop of its own and not the thread's: a test has one already.
+    with asyncio.Runner(loop_factory=asyncio.new_event_loop) as runner, ExitStack() as opened:
+
+        def enter(context: AbstractAsyncContextManager[_T]) -> _T:
+            value = runner.run(_entered(context))
+            opened.callback(lambda: runner.run(_left(context)))
+            return value
+
+        cluster = enter(running_cluster(options, log))
+        yield FuzzRun(runner, cluster, Differential(cluster.gateway, enter(running_single_process(model))))
+
+
+async def _entered(context: AbstractAsyncContextManager[_T]) -> _T:
+    return await context.__aenter__()
+
+
+async def _left(context: AbstractAsyncContextManager[_T]) -> None:
+    await context.__aexit__(None, None, None)
 
 
 def main() -> None:
@@ -59,50 +107,36 @@ def main() -> None:
     arguments = parser.parse_args()
     check = Check("check-contract")
     check.begin("random requests through three processes and through one engine", seconds=420, quick_seconds=45)
-    wanted = 200 if quick() else 2000
-    with asyncio.Runner() as runner:
-        stack = running_cluster(StackOptions(arguments.model, prefill_args=PREFILL_ARGS, decode_args=DECODE_ARGS), Path("out/check-contract.log"))
-        reference = running_single_process(arguments.model)
-        cluster = runner.run(stack.__aenter__())
-        try:
-            differential = Differential(cluster.gateway, runner.run(reference.__aenter__()))
-            try:
-                _run(check, runner, differential, wanted, arguments.seed)
-                memory = runner.run(cluster.memory())
-                left = runner.run(_num_left(cluster))
-            finally:
-                runner.run(reference.__aexit__(None, None, None))
-        finally:
-            runner.run(stack.__aexit__(None, None, None))
+    with running_fuzz(arguments.model, Path("out/check-contract.log")) as run:
+        _run(check, run, 200 if quick() else 2000, arguments.seed)
+        memory, left, seen = run.decode_memory(), run.num_left(), run.differential.seen
     check.goal(left == 0, f"{left} things are still held")
-    num_preemptions = memory["decode"].num_preemptions
-    check.goal(num_preemptions > 0, "nobody was preempted")
-    check.goal(quick() or memory["decode"].num_readmissions > 0, "nobody's KV was asked of the prefill pool again")
-    seen = differential.seen
+    check.goal(memory.num_preemptions > 0, "nobody was preempted")
+    check.goal(quick() or memory.num_readmissions > 0, "nobody's KV was asked of the prefill pool again")
     check.details["seen"] = dict(seen)
     check.end(
         {
             "cases": seen["cases"],
             "different": int("difference" in check.details),
             "handed_over": seen["handover"],
-            "preempted": num_preemptions,
-            "readmitted": memory["decode"].num_readmissions,
+            "preempted": memory.num_preemptions,
+            "readmitted": memory.num_readmissions,
             "left": left,
         }
     )
 
 
-def _run(check: Check, runner: asyncio.Runner, differential: Differential, wanted: int, first_seed: int) -> None:
-    run_seed = first_seed
+def _run(check: Check, run: FuzzRun, wanted: int, run_seed: int) -> None:
+    seen = run.differential.seen
     try:
-        while (done := differential.seen["cases"]) < wanted:
-            fuzz(runner, differential, math.ceil((wanted - done) / 8), run_seed=run_seed)
+        while seen["cases"] < wanted:
+            run.fuzz(math.ceil(min(wanted - seen["cases"], _CASES_PER_ROUND) / 8), run_seed=run_seed)
             run_seed += 1
-            print(f"  {differential.seen['cases']} of {wanted} cases are equal", flush=True)
+            print(f"  {seen['cases']} of {wanted} cases are equal", flush=True)
     except AssertionError as error:
         check.details["difference"] = str(error)
         check.goal(False, f"a difference: {error}")
-    missing = [name for name in FEATURES if not differential.seen[name]]
+    missing = [name for name in FEATURES if not seen[name]]
     check.goal(not missing or bool(check.goals_missed), f"never seen: {', '.join(missing)}")
 
 

@@ -7,28 +7,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from engine.errors import EngineError
 from engine.kv_cache import KvLayout
 from engine.sampling_params import Finish, FinishReason, SampledToken, SamplingParams
-from tandem.v1 import generation_pb2, kv_pb2
+from tandem.v1 import generation_pb2, kv_pb2, prefill_pb2
 
 MAX_LOGPROBS = 20
+MAX_SAMPLES = 16
+MAX_LOGIT_BIASES = 1024
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_TOKENS = 64
+_TINIEST, _LARGEST = 2.0**-149, (2.0 - 2.0**-23) * 2.0**127
+"""The least and the greatest finite float32 above 0."""
 _FINISH_REASONS = {
     FinishReason.STOP: generation_pb2.FINISH_REASON_STOP,
     FinishReason.LENGTH: generation_pb2.FINISH_REASON_LENGTH,
     FinishReason.ABORT: generation_pb2.FINISH_REASON_ABORT,
 }
 _FINISH_REASONS_BACK = {number: reason for reason, number in _FINISH_REASONS.items()}
-# What this engine cannot do yet, as (field, value that changes nothing): asked for, it is refused and never dropped in silence.
-_NEUTRAL: tuple[tuple[str, float], ...] = (
-    ("n", 1),
-    ("min_tokens", 0),
-    ("presence_penalty", 0.0),
-    ("frequency_penalty", 0.0),
-    ("repetition_penalty", 1.0),
-)
-_UNSUPPORTED_COLLECTIONS = ("logit_bias", "allowed_token_ids", "bad_words")
 
 
 class FieldError(EngineError):
@@ -40,34 +38,68 @@ class FieldError(EngineError):
         self.description = description
 
 
-def sampling_params_from_proto(message: generation_pb2.SamplingParams, *, vocab_size: int, field: str = "sampling_params") -> SamplingParams:
-    """Raises FieldError for a value out of range, for a missing seed or max_tokens, and for what the engine cannot do.
+def sampling_params_from_proto(
+    message: generation_pb2.SamplingParams, *, vocab_size: int, field: str = "sampling_params", sample_index: int = 0
+) -> SamplingParams:
+    """Raises FieldError for a value out of range, for a missing seed or max_tokens, and for bad words that are still text.
 
-    Stop strings and what concerns text belong to the gateway and are not looked at.
+    Stop strings and what concerns text belong to the gateway and are not looked at. Numbers are float32 here as in the message, so that every process
+    computes with the same ones.
     """
-    _refuse_unsupported(message, field)
     for name in ("max_tokens", "seed"):
         if not message.HasField(name):
             raise FieldError(f"{field}.{name}", "must be set")
-    temperature = message.temperature if message.HasField("temperature") else 1.0
-    top_p = message.top_p if message.HasField("top_p") else 1.0
-    _check(0.0 <= temperature <= 2.0, f"{field}.temperature", "must be from 0 to 2", temperature)
-    _check(0.0 < top_p <= 1.0, f"{field}.top_p", "must be above 0 and at most 1", top_p)
-    _check(message.top_k >= -1, f"{field}.top_k", "must be at least -1", message.top_k)
-    _check(0.0 <= message.min_p <= 1.0, f"{field}.min_p", "must be from 0 to 1", message.min_p)
-    _check(message.logprobs <= min(MAX_LOGPROBS, vocab_size), f"{field}.logprobs", f"must be at most {min(MAX_LOGPROBS, vocab_size)}", message.logprobs)
-    token_ids_from_proto(message.stop_token_ids, vocab_size=vocab_size, field=f"{field}.stop_token_ids")
+    if message.bad_words:
+        raise FieldError(f"{field}.bad_words", "must come as bad_words_ids: only a gateway can tokenize")
+    most_logprobs = min(MAX_LOGPROBS, vocab_size)
+    numbers = _Numbers(message, field)
     return SamplingParams(
         max_tokens=message.max_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=max(message.top_k, 0),
-        min_p=message.min_p,
+        n=numbers.integer("n", 1, 1, MAX_SAMPLES),
+        min_tokens=numbers.integer("min_tokens", 0, 0, message.max_tokens),
+        temperature=numbers.real("temperature", 1.0, 0.0, 2.0),
+        top_p=numbers.real("top_p", 1.0, _TINIEST, 1.0),
+        top_k=max(numbers.integer("top_k", 0, -1, 2**31 - 1), 0),
+        min_p=numbers.real("min_p", 0.0, 0.0, 1.0),
         seed=message.seed,
-        stop_token_ids=frozenset(message.stop_token_ids),
+        sample_index=sample_index,
+        stop_token_ids=frozenset(token_ids_from_proto(message.stop_token_ids, vocab_size=vocab_size, field=f"{field}.stop_token_ids")),
         ignore_eos=message.ignore_eos,
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        logprobs=numbers.integer("logprobs", 0, 0, most_logprobs) if message.HasField("logprobs") else None,
+        prompt_logprobs=numbers.integer("prompt_logprobs", 0, 0, most_logprobs) if message.HasField("prompt_logprobs") else None,
+        presence_penalty=numbers.real("presence_penalty", 0.0, -2.0, 2.0),
+        frequency_penalty=numbers.real("frequency_penalty", 0.0, -2.0, 2.0),
+        repetition_penalty=numbers.real("repetition_penalty", 1.0, _TINIEST, _LARGEST),
+        logit_bias=_logit_bias(message, vocab_size, f"{field}.logit_bias"),
+        allowed_token_ids=tuple(dict.fromkeys(token_ids_from_proto(message.allowed_token_ids, vocab_size=vocab_size, field=f"{field}.allowed_token_ids"))),
+        bad_words_ids=_bad_words_ids(message, vocab_size, f"{field}.bad_words_ids"),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """Scalars of a message: the default where one is absent, a FieldError where one is out of its range or none at all."""
+
+    message: generation_pb2.SamplingParams
+    field: str
+
+    def integer(self, name: str, default: int, lowest: int, highest: int) -> int:
+        return int(self._checked(name, default, lowest, highest))
+
+    def real(self, name: str, default: float, lowest: float, highest: float) -> float:
+        return float(self._checked(name, default, lowest, highest))
+
+    def _checked(self, name: str, default: float, lowest: float, highest: float) -> float:
+        presence = self.message.DESCRIPTOR.fields_by_name[name].has_presence
+        value: float = default if presence and not self.message.HasField(name) else getattr(self.message, name)
+        _check(lowest <= value <= highest, f"{self.field}.{name}", _range_in_words(lowest, highest), value)
+        return value
+
+
+def _range_in_words(lowest: float, highest: float) -> str:
+    if highest >= 2**31 - 1:
+        return "must be above 0 and finite" if lowest == _TINIEST else f"must be at least {lowest:g}"
+    return f"must be above 0 and at most {highest:g}" if lowest == _TINIEST else f"must be from {lowest:g} to {highest:g}"
 
 
 def _check(holds: bool, field: str, description: str, value: object) -> None:
@@ -75,32 +107,32 @@ def _check(holds: bool, field: str, description: str, value: object) -> None:
         raise FieldError(field, f"{description}, got {value}")
 
 
-def _refuse_unsupported(message: generation_pb2.SamplingParams, field: str) -> None:
-    for name, neutral in _NEUTRAL:
-        if message.HasField(name) and getattr(message, name) != neutral:
-            raise FieldError(f"{field}.{name}", f"is not supported by this engine other than {neutral}")
-    for name in _UNSUPPORTED_COLLECTIONS:
-        if getattr(message, name):
-            raise FieldError(f"{field}.{name}", "is not supported by this engine")
-    if message.HasField("prompt_logprobs"):
-        raise FieldError(f"{field}.prompt_logprobs", "is not supported by this engine")
+def _logit_bias(message: generation_pb2.SamplingParams, vocab_size: int, field: str) -> tuple[tuple[int, float], ...]:
+    _check(len(message.logit_bias) <= MAX_LOGIT_BIASES, field, f"must have at most {MAX_LOGIT_BIASES} entries", len(message.logit_bias))
+    token_ids_from_proto(message.logit_bias, vocab_size=vocab_size, field=field)
+    for bias in message.logit_bias.values():
+        _check(-100.0 <= bias <= 100.0, field, "must be from -100 to 100", bias)
+    return tuple(sorted(message.logit_bias.items()))
+
+
+def _bad_words_ids(message: generation_pb2.SamplingParams, vocab_size: int, field: str) -> tuple[tuple[int, ...], ...]:
+    _check(len(message.bad_words_ids) <= MAX_BAD_WORDS, field, f"must be at most {MAX_BAD_WORDS} runs", len(message.bad_words_ids))
+    for run in message.bad_words_ids:
+        _check(1 <= len(run.ids) <= MAX_BAD_WORD_TOKENS, field, f"must be runs of 1 to {MAX_BAD_WORD_TOKENS} token ids", len(run.ids))
+    return tuple(token_ids_from_proto(run.ids, vocab_size=vocab_size, field=field) for run in message.bad_words_ids)
 
 
 def sampling_params_to_proto(params: SamplingParams) -> generation_pb2.SamplingParams:
-    """Floats travel as float32."""
-    message = generation_pb2.SamplingParams(
-        temperature=params.temperature,
-        top_p=params.top_p,
-        top_k=params.top_k,
-        min_p=params.min_p,
-        max_tokens=params.max_tokens,
+    """Floats travel as float32; the sample index travels beside the message."""
+    names = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "min_tokens", "n", "seed", "ignore_eos", "logprobs", "prompt_logprobs")
+    penalties = ("presence_penalty", "frequency_penalty", "repetition_penalty")
+    return generation_pb2.SamplingParams(
+        **{name: getattr(params, name) for name in names + penalties},
         stop_token_ids=sorted(params.stop_token_ids),
-        ignore_eos=params.ignore_eos,
-        seed=params.seed,
+        logit_bias=dict(params.logit_bias),
+        allowed_token_ids=params.allowed_token_ids,
+        bad_words_ids=[generation_pb2.TokenIds(ids=run) for run in params.bad_words_ids],
     )
-    if params.logprobs is not None:
-        message.logprobs = params.logprobs
-    return message
 
 
 def token_ids_from_proto(ids: Iterable[int], *, vocab_size: int, field: str) -> tuple[int, ...]:
@@ -129,18 +161,32 @@ def token_to_proto(token: SampledToken) -> generation_pb2.TokenLogprob:
     return generation_pb2.TokenLogprob(token_id=token.token_id, logprob=token.logprob, top_logprobs=top)
 
 
-def token_from_proto(token_id: int, message: generation_pb2.TokenLogprob | None, *, vocab_size: int) -> SampledToken:
-    """A token and, if given, its log probability. Raises FieldError when the id is unknown, the two differ, or a number is none."""
-    if token_id >= vocab_size:
-        raise FieldError("token_id", f"must be below the vocabulary size {vocab_size}, got {token_id}")
-    if message is None:
-        return SampledToken(token_id)
-    if message.token_id != token_id:
-        raise FieldError("logprob.token_id", f"is {message.token_id}, but the token is {token_id}")
+def first_token_to_proto(token: SampledToken) -> prefill_pb2.FirstToken:
+    """A token, and its log probability if it has one."""
+    return prefill_pb2.FirstToken(token_id=token.token_id, logprob=None if token.logprob is None else token_to_proto(token))
+
+
+def first_token_from_proto(message: prefill_pb2.FirstToken, *, vocab_size: int) -> SampledToken:
+    """Raises FieldError when an id is unknown, the token's and its log probability's differ, or a number is no log probability."""
+    if not message.HasField("logprob"):
+        token_ids_from_proto([message.token_id], vocab_size=vocab_size, field="first_tokens.token_id")
+        return SampledToken(message.token_id)
+    if message.logprob.token_id != message.token_id:
+        raise FieldError("first_tokens.logprob", f"is of token {message.logprob.token_id}, but the token is {message.token_id}")
+    return _token_from_proto(message.logprob, vocab_size, "first_tokens.logprob")
+
+
+def prompt_logprobs_from_proto(messages: Iterable[generation_pb2.TokenLogprob], *, vocab_size: int) -> tuple[SampledToken, ...]:
+    """Entries in their order. Raises FieldError when an id is unknown or a number is no log probability."""
+    return tuple(_token_from_proto(message, vocab_size, "prompt_logprobs") for message in messages)
+
+
+def _token_from_proto(message: generation_pb2.TokenLogprob, vocab_size: int, field: str) -> SampledToken:
     top = tuple((entry.token_id, entry.logprob) for entry in message.top_logprobs)
-    if any(math.isnan(value) or value == math.inf for value in (message.logprob, *(value for _, value in top))):
-        raise FieldError("logprob", "is not a log probability")
-    return SampledToken(token_id, message.logprob, top)
+    token_ids_from_proto((message.token_id, *(token_id for token_id, _ in top)), vocab_size=vocab_size, field=field)
+    for logprob in (message.logprob, *(logprob for _, logprob in top)):
+        _check(logprob < math.inf, field, "must be a log probability", logprob)
+    return SampledToken(message.token_id, message.logprob, top)
 
 
 def finish_to_proto(finish: Finish) -> generation_pb2.Finish:

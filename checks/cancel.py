@@ -158,7 +158,7 @@ async def run(check: Check, model: Path) -> tuple[Tally, float, int]:
             # Without it a copy on this machine is over in milliseconds, and hardly a client would leave during one.
             "TANDEM_FAILPOINTS": f"{spans.KV_TRANSFER}=delay:0.3",
         }
-        worker = f"--dtype=bfloat16 --max-model-len=1024 --num-threads=1 --max-prefill-tokens-per-step={_CHUNK_TOKENS} --kv-cache-memory-bytes=300000000"
+        worker = f"--dtype=bfloat16 --max-model-len=1024 --num-threads=1 --max-prefill-tokens-per-step={_CHUNK_TOKENS} --kv-cache-memory=300000000"
         options = StackOptions(model, prefill_args=worker, decode_args=worker, gateway_args=f"--max-active-requests={_ACTIVE}", environment=environment)
         async with running_cluster(options, Path("out/check-cancel.log")) as cluster:
             waves = Waves(cluster, receiver, mixed_prompts(model, 1, longest=6000, seed=3)[0])

@@ -78,7 +78,7 @@ async def measure(model: Path, count: int, delayed: str | None) -> list[Waterfal
             "OTEL_TRACES_SAMPLER": "parentbased_always_on",
             "TANDEM_FAILPOINTS": f"{delayed}=delay:{_DELAY_S}" if delayed else "",
         }
-        worker = "--max-model-len=1024 --num-threads=1 --kv-cache-memory-bytes=200000000"
+        worker = "--max-model-len=1024 --num-threads=1 --kv-cache-memory=200000000"
         options = StackOptions(model, prefill_args=worker, decode_args=worker, environment=environment)
         async with running_cluster(options, Path(f"out/check-trace-{delayed or 'control'}.log")) as cluster:
             found = []

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import logging
+import time
+from itertools import chain
+
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.facts import ModelFacts
+from engine.host_memory import available_memory_bytes, peak_memory_bytes
 from engine.kv_cache import HostKvCache, KvLayout
 from engine.model import LoadedModel, load_model
-from engine.pool_size import available_memory_bytes, check_model_len, pool_num_blocks, served_model_len
+from engine.pool_size import check_model_len, memory_bill, served_model_len
+from engine.profiling import LargestStep
 from engine.torch_device import TorchDevice
+
+_log = logging.getLogger(__name__)
 
 
 def build_engine(config: EngineConfig) -> AsyncEngine:
@@ -22,16 +30,20 @@ def build_engine(config: EngineConfig) -> AsyncEngine:
 
 
 def build_torch_engine_parts(config: EngineConfig) -> tuple[ModelFacts, HostKvCache, TorchDevice]:
-    """Loads the model and makes pool and device; takes seconds, so call it off the event loop.
+    """Loads the model, runs one largest step to see what it takes, and makes pool and device; takes seconds, so call it off the event loop.
 
-    Raises ModelError, KernelBuildError, or ConfigError with the arithmetic when the pool does not fit memory or a sequence of `max_model_len` the pool.
+    Raises ModelError, KernelBuildError, or ConfigError with the arithmetic when the bill does not fit memory or a sequence of `max_model_len` the pool.
     """
+    available_bytes = available_memory_bytes()
     model = load_model(config.model, config.dtype, config.device)
-    layout = kv_layout(model, config.block_size)
     check_model_len(config, model.max_position_embeddings)
-    num_blocks = pool_num_blocks(config, layout, available_memory_bytes())
-    max_model_len = served_model_len(config, model.max_position_embeddings, num_blocks)
-    kv_cache = HostKvCache(layout, num_blocks)
+    layout = kv_layout(model, config.block_size)
+    activation_bytes = _activation_bytes(config, model, layout)
+    bill = memory_bill(config, layout, available_bytes=available_bytes, weight_bytes=_weight_bytes(model), activation_bytes=activation_bytes)
+    for line in bill.lines():
+        _log.info("memory: %s", line)
+    max_model_len = served_model_len(config, model.max_position_embeddings, bill.num_blocks)
+    kv_cache = HostKvCache(layout, bill.num_blocks)
     facts = ModelFacts(model.name, model.vocab_size, model.eos_token_ids, max_model_len, layout)
     return facts, kv_cache, TorchDevice(config, model, kv_cache)
 
@@ -39,3 +51,24 @@ def build_torch_engine_parts(config: EngineConfig) -> tuple[ModelFacts, HostKvCa
 def kv_layout(model: LoadedModel, block_size: int) -> KvLayout:
     """Layout of a pool for this model."""
     return KvLayout(model.fingerprint, model.dtype_name, model.num_layers, model.num_kv_heads, model.head_dim, block_size)
+
+
+def _activation_bytes(config: EngineConfig, model: LoadedModel, layout: KvLayout) -> int:
+    """Peak of the largest step on CPU, the sampler's part in it; see engine.profiling."""
+    step = LargestStep(config.limits, block_size=config.block_size, vocab_size=model.vocab_size, max_positions=model.max_position_embeddings)
+    kv_cache = HostKvCache(layout, step.num_blocks)
+    started_s = time.monotonic()
+    try:
+        device = TorchDevice(config, model, kv_cache)
+        device.launch(step.first_plan()).result()
+        num_bytes = peak_memory_bytes(lambda: device.launch(step.plan()).result())
+    finally:
+        kv_cache.close()
+    _log.info("profiled a step of %d tokens in %.1f s", step.num_tokens, time.monotonic() - started_s)
+    return num_bytes
+
+
+def _weight_bytes(model: LoadedModel) -> int:
+    """Parameters and buffers, tied ones once."""
+    tensors = {tensor.data_ptr(): tensor for tensor in chain(model.module.parameters(), model.module.buffers())}
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -38,9 +38,15 @@ class EngineConfig:
     block_size: int = 16
     """Tokens in a KV block."""
     num_blocks: int | None = None
-    """Blocks in the KV pool; None sizes the pool by `kv_cache_memory_bytes`."""
-    kv_cache_memory_bytes: int | None = None
-    """Bytes of the KV pool; None, without `num_blocks`, means 1 GiB, or what `max_model_len` needs if that is given and more."""
+    """Blocks in the KV pool; None sizes the pool by `kv_cache_memory`."""
+    kv_cache_memory: int | None = None
+    """Bytes of the KV pool; None, without `num_blocks`, sizes it by `gpu_memory_utilization`."""
+    gpu_memory_utilization: float | None = None
+    """The share of the device's memory, on CPU of the memory available at the start, that the process may take: weights, activations, reserve and KV.
+
+    Given without a size of the pool, the pool takes all that is left of it. None is 0.9, and on CPU, where other services live on the same memory, a pool
+    that nobody sized is of at most 1 GiB, or of what `max_model_len` needs if that is given and more.
+    """
     max_model_len: int | None = None
     """Most tokens of a sequence, prompt and output; None takes the model's own limit, cut to what the pool holds."""
     max_num_seqs: int = 64
@@ -70,11 +76,13 @@ class EngineConfig:
         _one_of("attention_backend", self.attention_backend, _ATTENTION_BACKENDS)
         for field in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_prefill_tokens_per_step", "reserve_output_tokens"):
             _at_least_one(field, getattr(self, field))
-        for field in ("num_blocks", "kv_cache_memory_bytes", "max_model_len", "num_threads"):
+        for field in ("num_blocks", "kv_cache_memory", "max_model_len", "num_threads"):
             if getattr(self, field) is not None:
                 _at_least_one(field, getattr(self, field))
-        if self.num_blocks is not None and self.kv_cache_memory_bytes is not None:
-            raise ConfigError("num_blocks", "give num_blocks or kv_cache_memory_bytes, not both")
+        if self.num_blocks is not None and self.kv_cache_memory is not None:
+            raise ConfigError("num_blocks", "give num_blocks or kv_cache_memory, not both: each sizes the KV pool")
+        if self.gpu_memory_utilization is not None and not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError("gpu_memory_utilization", f"{self.gpu_memory_utilization} is not above 0 and at most 1")
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ConfigError("max_num_seqs", f"{self.max_num_seqs} sequences do not fit a step of max_num_batched_tokens = {self.max_num_batched_tokens}")
         if self.max_prefill_tokens_per_step > self.max_num_batched_tokens:

@@ -1,14 +1,13 @@
-"""How many blocks a KV pool gets, and how long a sequence may be in it."""
+"""How many blocks a KV pool gets, and how long a sequence may be in it: the engine's settings put to the arithmetic of `capacity`."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
+from capacity.memory_bill import DEFAULT_UTILIZATION, MemoryBill, MemoryBudget, MemoryShortageError, PoolWish, bill_of
 from engine.config import ConfigError, EngineConfig
 from engine.kv_cache import KvLayout
 
-_GIB = 1 << 30
-_DEFAULT_POOL_BYTES = _GIB
+_MODEST_BYTES = 1 << 30
+_RESERVE_BYTES = 128 << 20
 
 
 def check_model_len(config: EngineConfig, max_position_embeddings: int) -> None:
@@ -17,25 +16,21 @@ def check_model_len(config: EngineConfig, max_position_embeddings: int) -> None:
         raise ConfigError("max_model_len", f"{config.max_model_len} is more than the model's {max_position_embeddings}")
 
 
-def pool_num_blocks(config: EngineConfig, layout: KvLayout, available_bytes: int) -> int:
-    """Blocks of the pool; raises ConfigError when they do not fit `available_bytes` or are none."""
-    field = "num_blocks" if config.num_blocks is not None else "kv_cache_memory_bytes"
-    if config.num_blocks is not None:
-        num_blocks = config.num_blocks
-    elif config.kv_cache_memory_bytes is not None:
-        num_blocks = config.kv_cache_memory_bytes // layout.block_bytes
-    else:
-        num_blocks = max(_DEFAULT_POOL_BYTES // layout.block_bytes, -(-(config.max_model_len or 1) // config.block_size))
-    if num_blocks < 1:
-        raise ConfigError(field, f"{config.kv_cache_memory_bytes} bytes hold no block of {layout.block_bytes} bytes")
-    needed_bytes = num_blocks * layout.block_bytes
-    if needed_bytes > available_bytes:
-        raise ConfigError(
-            field,
-            f"the KV pool is too large: {num_blocks} blocks x {layout.block_bytes} bytes = {needed_bytes / _GIB:.2f} GiB"
-            f" against {available_bytes / _GIB:.2f} GiB of available memory",
-        )
-    return num_blocks
+def memory_bill(config: EngineConfig, layout: KvLayout, *, available_bytes: int, weight_bytes: int, activation_bytes: int) -> MemoryBill:
+    """What the process will take; raises ConfigError with the arithmetic when it does not fit."""
+    utilization = DEFAULT_UTILIZATION if config.gpu_memory_utilization is None else config.gpu_memory_utilization
+    wish = PoolWish(
+        layout.block_bytes,
+        layout.block_size,
+        num_blocks=config.num_blocks,
+        kv_cache_bytes=config.kv_cache_memory,
+        modest_bytes=_MODEST_BYTES if config.gpu_memory_utilization is None else None,
+        min_tokens=config.max_model_len or 1,
+    )
+    try:
+        return bill_of(MemoryBudget(available_bytes, utilization, weight_bytes, activation_bytes, _RESERVE_BYTES), wish)
+    except MemoryShortageError as error:
+        raise ConfigError(error.setting, str(error)) from None
 
 
 def served_model_len(config: EngineConfig, max_position_embeddings: int, num_blocks: int) -> int:
@@ -49,11 +44,3 @@ def served_model_len(config: EngineConfig, max_position_embeddings: int, num_blo
             f"{config.max_model_len} tokens do not fit the KV pool: {num_blocks} blocks x {config.block_size} tokens = {num_pool_tokens} tokens",
         )
     return config.max_model_len
-
-
-def available_memory_bytes() -> int:
-    """MemAvailable of /proc/meminfo."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/meminfo has no MemAvailable line")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field
+from pydantic import ByteSize, Field
 
 from engine.config import AttentionBackendName, ConfigError, Dtype, EngineConfig
 from rpc.errors import StartupError
@@ -26,9 +26,12 @@ class WorkerSettings(ServiceSettings):
     block_size: Positive = 16
     """Tokens in a KV block."""
     num_blocks: Positive | None = None
-    """Blocks in the KV pool; default: as many as --kv-cache-memory-bytes holds."""
-    kv_cache_memory_bytes: Positive | None = None
-    """Bytes of the KV pool; default: 1 GiB, or what --max-model-len needs if that is more."""
+    """Blocks in the KV pool, in place of --kv-cache-memory."""
+    kv_cache_memory: ByteSize | None = None
+    """Size of the KV pool: bytes, or with a unit as 512MiB, 4GiB (powers of 1024) or 4GB, 4G (powers of 1000); default: by --gpu-memory-utilization."""
+    gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] | None = None
+    """Share of the device's memory (on CPU: of the memory available at the start) that the worker may take; the KV pool, if no other flag sizes it, takes all
+    that is left of it. Default: 0.9, and on CPU a pool of 1 GiB, or of what --max-model-len needs if that is more: other services live there too."""
     max_model_len: Positive | None = None
     """Longest prompt plus output in tokens; default: the model's own limit, cut to what the pool holds."""
     max_num_seqs: Positive = 64
@@ -69,7 +72,8 @@ _ENGINE_FIELDS = (
     "dtype",
     "block_size",
     "num_blocks",
-    "kv_cache_memory_bytes",
+    "kv_cache_memory",
+    "gpu_memory_utilization",
     "max_model_len",
     "max_num_seqs",
     "max_num_batched_tokens",

@@ -199,6 +199,6 @@ def test_bad_settings_name_their_flag(argv: list[str], flag: str, capsys: pytest
 
 
 def test_an_engine_configuration_that_cannot_work_names_its_flag() -> None:
-    settings = load_settings(PrefillSettings, ["--model", "m", "--num-blocks", "1", "--kv-cache-memory-bytes", "1"], prog="prefill")
+    settings = load_settings(PrefillSettings, ["--model", "m", "--num-blocks", "1", "--kv-cache-memory", "1"], prog="prefill")
     with pytest.raises(StartupError, match=r"^--num-blocks: give num_blocks or"):
         settings.engine_config()

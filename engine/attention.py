@@ -33,6 +33,17 @@ class PackedBatch:
         return int(self.chunk_starts[-1])
 
 
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How a layer gets from queries and keys to softmax."""
+
+    scaling: float
+    window: int | None = None
+    """A token sees this many keys, its own the last; keys before them are not read. None: all."""
+    softcap: float | None = None
+    """A score goes through `softcap * tanh(score / softcap)`."""
+
+
 class AttentionBackend(Protocol):
     """Writes a layer's keys and values into the pool and attends to them."""
 
@@ -44,7 +55,7 @@ class AttentionBackend(Protocol):
         """Called once before the layers of a step."""
         ...
 
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, scaling: float) -> None:
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, scores: Scores) -> None:
         """query and out [tokens, num_heads, head_dim], key and value [tokens, num_kv_heads, head_dim]; padding rows of `out` stay as they are."""
         ...
 
@@ -70,22 +81,26 @@ class TorchAttention:
             table = torch.from_numpy(batch.tables[batch.table_starts[index] :]).long()
             self._chunks.append((start, end, first, table[positions // block_size], positions % block_size))
 
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, scaling: float) -> None:
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, scores: Scores) -> None:
         """See AttentionBackend."""
         for start, end, first, blocks, offsets in self._chunks:
             self._pool[blocks[first:], layer, 0, offsets[first:]] = key[start:end]
             self._pool[blocks[first:], layer, 1, offsets[first:]] = value[start:end]
-            keys, values = (self._pool[blocks, layer, which, offsets].float() for which in (0, 1))
-            out[start:end] = attend_causal(query[start:end].float() * scaling, keys, values, first).to(out.dtype)
+            seen = 0 if scores.window is None else max(0, first - scores.window + 1)
+            keys, values = (self._pool[blocks[seen:], layer, which, offsets[seen:]].float() for which in (0, 1))
+            out[start:end] = attend_causal(query[start:end].float(), keys, values, first - seen, scores).to(out.dtype)
 
 
-def attend_causal(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first_position: int) -> torch.Tensor:
-    """Softmax attention of scaled queries [tokens, heads, dim] at `first_position` on, to keys and values [positions, kv heads, dim] up to their own."""
+def attend_causal(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first_position: int, how: Scores) -> torch.Tensor:
+    """Softmax attention of queries [tokens, heads, dim] at `first_position` on, to keys and values [positions, kv heads, dim] up to their own."""
     num_tokens, num_heads, head_dim = query.shape
     num_positions, num_kv_heads, _ = keys.shape
     grouped = query.reshape(num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
-    scores = torch.einsum("tkgd,pkd->kgtp", grouped, keys)
-    visible = torch.arange(num_positions) <= torch.arange(first_position, first_position + num_tokens)[:, None]
+    scores = torch.einsum("tkgd,pkd->kgtp", grouped * how.scaling, keys)
+    if how.softcap is not None:
+        scores = torch.tanh(scores / how.softcap) * how.softcap
+    distance = torch.arange(first_position, first_position + num_tokens)[:, None] - torch.arange(num_positions)
+    visible = (distance >= 0) & (distance < (how.window or num_positions))
     weights = torch.softmax(scores.masked_fill(~visible, -torch.inf), dim=-1)
     return torch.einsum("kgtp,pkd->tkgd", weights, values).reshape(num_tokens, num_heads, head_dim)
 
@@ -104,10 +119,15 @@ def _paged_attention(
     *,
     scaling: float,
     paged_attention: AttentionBackend,
+    sliding_window: int | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
     """query [1, num_heads, tokens, head_dim], key and value alike; returns [1, tokens, num_heads, head_dim]. Padding rows come out as zeros."""
+    if attention_mask is not None:
+        raise ValueError("transformers built a mask, which paged attention does not read")
     packed = query[0].transpose(0, 1)
     out = torch.zeros(packed.shape, dtype=query.dtype)
-    paged_attention.attend(module.layer_idx, packed, key[0].transpose(0, 1), value[0].transpose(0, 1), out, scaling)
+    softcap = getattr(module, "attn_logit_softcapping", None)  # Gemma 3 keeps the configured cap there and does not pass it on
+    scores = Scores(scaling, sliding_window, softcap)
+    paged_attention.attend(module.layer_idx, packed, key[0].transpose(0, 1), value[0].transpose(0, 1), out, scores)
     return out[None], None

@@ -7,39 +7,31 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
-from engine.attention import ATTENTION_NAME, register_paged_attention
+from engine.activations import steady_activations
+from engine.architectures import ModelError, UnsupportedModelError, refuse_rope, refuse_unsupported
+from engine.attention import ATTENTION_NAME, AttentionBackend, register_paged_attention
 from engine.config import Dtype
-from engine.errors import EngineError
+from engine.experts import EXPERTS_NAME, register_steady_experts
 from engine.fingerprint import model_fingerprint
-
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM", "Qwen3ForCausalLM")
-
-_SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-"""Those whose frequencies depend on nothing but the config: "dynamic" and "longrope" change them with the longest sequence in a batch."""
+from engine.rows import num_padded, padded
 
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-class ModelError(EngineError):
-    """A model directory that cannot be served; the text names the file or tensor."""
-
-
-class UnsupportedModelError(ModelError):
-    """A model of a kind that this engine does not run; the text names what it is."""
-
-
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """Weights in memory, and what attention and the pool need to know of them."""
+    """Weights in memory, how to compute with them, and what attention and the pool need to know of them."""
 
     name: str
     module: Any
-    """The causal language model of transformers; `.model` gives hidden states, `.lm_head` logits."""
+    """The causal language model of transformers."""
     dtype_name: str
     fingerprint: str
     vocab_size: int
@@ -49,11 +41,31 @@ class LoadedModel:
     num_kv_heads: int
     head_dim: int
     eos_token_ids: frozenset[int]
+    final_softcap: float | None
+    """Logits go through `softcap * tanh(logits / softcap)`."""
+    steady: bool
+    """With attention that is batch-invariant, a token's hidden state and logits have the same bits in every batch and on every place in it."""
 
     @property
     def dtype(self) -> torch.dtype:
         """Type of weights, activations and KV."""
         return _TORCH_DTYPES[self.dtype_name]
+
+    def hidden_states(self, token_ids: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], attention: AttentionBackend) -> torch.Tensor:
+        """Runs the decoder over one packed batch, [tokens] ids and positions, for which `attention.begin` was called; [tokens, hidden size].
+
+        Padding rows are token 0 at position 0; attention gives them zeros and writes no KV for them.
+        """
+        missing = num_padded(len(token_ids), self.dtype) - len(token_ids)
+        ids, places = (torch.from_numpy(np.pad(array, (0, missing)))[None] for array in (token_ids, positions))
+        output = self.module.model(input_ids=ids, position_ids=places, use_cache=False, paged_attention=attention)
+        hidden: torch.Tensor = output.last_hidden_state[0, : len(token_ids)]
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Float32 logits [rows, vocabulary] of at least one row of hidden states."""
+        logits: torch.Tensor = self.module.lm_head(padded(hidden))[: len(hidden)].float()
+        return logits if self.final_softcap is None else torch.tanh(logits / self.final_softcap) * self.final_softcap
 
 
 def load_model(directory: Path, dtype: Dtype = "auto", device: str = "cpu") -> LoadedModel:
@@ -63,10 +75,11 @@ def load_model(directory: Path, dtype: Dtype = "auto", device: str = "cpu") -> L
     is read, ModelError for files that are missing, torn or do not fit the architecture.
     """
     raw = _read_json(directory, "config.json")
-    _refuse_unsupported(raw)
+    refuse_unsupported(raw)
     if not any(directory.glob("*.safetensors")):
         raise ModelError(f"{directory}: no *.safetensors file")
-    config = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    config = _read_config(directory)
+    refuse_rope(config)
     dtype_name = _dtype_name(raw) if dtype == "auto" else dtype
     module = _load_module(directory, config, _TORCH_DTYPES[dtype_name], device)
     return LoadedModel(
@@ -81,11 +94,21 @@ def load_model(directory: Path, dtype: Dtype = "auto", device: str = "cpu") -> L
         num_kv_heads=config.num_key_value_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
         eos_token_ids=_eos_token_ids(directory, raw),
+        final_softcap=getattr(config, "final_logit_softcapping", None),
+        steady=dtype_name == "float32" and steady_activations(module),
     )
+
+
+def _read_config(directory: Path) -> Any:
+    try:
+        return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{directory / 'config.json'}: {error}") from error
 
 
 def _load_module(directory: Path, config: PretrainedConfig, dtype: torch.dtype, device: str) -> Any:
     register_paged_attention()
+    register_steady_experts()
     disable_progress_bar()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -94,6 +117,7 @@ def _load_module(directory: Path, config: PretrainedConfig, dtype: torch.dtype, 
             dtype=dtype,
             device_map=None if device == "cpu" else device,
             attn_implementation=ATTENTION_NAME,
+            experts_implementation=EXPERTS_NAME,
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,
@@ -108,25 +132,6 @@ def _load_module(directory: Path, config: PretrainedConfig, dtype: torch.dtype, 
             shown = sorted(name if isinstance(name, str) else f"{name[0]} {tuple(name[1])} for {tuple(name[2])}" for name in names)
             raise ModelError(f"{directory}: {len(names)} {kind.split('_')[0]} tensors: {', '.join(shown[:8])}")
     return module.eval().requires_grad_(False)
-
-
-def _refuse_unsupported(config: dict[str, Any]) -> None:
-    architecture = (config.get("architectures") or ["an unnamed architecture"])[0]
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    sliding = config.get("use_sliding_window") or "sliding_attention" in (config.get("layer_types") or ())
-    reasons = {
-        "encoder-decoder models": config.get("is_encoder_decoder"),
-        "multimodal models": any(key in config for key in ("vision_config", "audio_config", "text_config")),
-        "multi-head latent attention": "kv_lora_rank" in config,
-        "sliding window attention": sliding or (config.get("sliding_window") and "use_sliding_window" not in config),
-        "quantized checkpoints": "quantization_config" in config,
-        f"rope type {rope_type!r}": rope_type not in _SUPPORTED_ROPE_TYPES,
-        "this architecture": architecture not in SUPPORTED_ARCHITECTURES,
-    }
-    for reason, holds in reasons.items():
-        if holds:
-            raise UnsupportedModelError(f"{architecture}: {reason} not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}")
 
 
 def _dtype_name(config: dict[str, Any]) -> str:

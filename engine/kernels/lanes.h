@@ -94,6 +94,22 @@ inline Floats exp_nonpositive(Floats x) {
   return y * (Floats)exponent;
 }
 
+// tanh x, within 2 ulp; NaN stays NaN.
+inline Floats tanh_of(Floats x) {
+  Floats size = x < 0.0f ? -x : x;
+  Floats e = exp_nonpositive(size * -2.0f);
+  Floats far = (1.0f - e) / (1.0f + e);
+  far = x < 0.0f ? -far : far;
+  Floats z = x * x;
+  Floats p = all(-5.70498872745e-3f);
+  p = p * z + 2.06390887954e-2f;
+  p = p * z - 5.37397155531e-2f;
+  p = p * z + 1.33314422036e-1f;
+  p = p * z - 3.33332819422e-1f;
+  Floats near = (p * z) * x + x;
+  return size < 0.625f ? near : far;
+}
+
 template <typename Op>
 inline float fold(Floats x, Op op) {
   typedef float F8 __attribute__((vector_size(32)));

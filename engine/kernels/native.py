@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from engine.attention import PackedBatch
+from engine.attention import PackedBatch, Scores
 from engine.kernels.build import KernelBuildError, build_shared_library
 
 SOURCE = Path(__file__).with_name("paged_attention.cpp")
@@ -36,6 +36,12 @@ class _Packed(ctypes.Structure):
     _fields_ = [("elements", ctypes.c_void_p), ("token_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64)]
 
 
+class _Scores(ctypes.Structure):
+    """Mirrors `Scores` of paged_attention.cpp."""
+
+    _fields_ = [("scale", ctypes.c_float), ("softcap", ctypes.c_float), ("window", ctypes.c_int32)]
+
+
 class NativeAttention:
     """Paged attention in C++; a row's bits depend on nothing but the row's own sequence."""
 
@@ -53,7 +59,7 @@ class NativeAttention:
         self._dtype_code = _DTYPE_CODES[pool.dtype]
         library = ctypes.CDLL(str(build_shared_library(SOURCE, cache_dir, compiler)))
         self._call = library.tandem_paged_attention
-        self._call.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, *[ctypes.c_void_p] * 4, ctypes.c_float]
+        self._call.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, *[ctypes.c_void_p] * 4, _Scores]
         self._call.restype = ctypes.c_int
         self._batch = _Batch()
         self._arrays: PackedBatch | None = None
@@ -77,11 +83,12 @@ class NativeAttention:
             self._num_threads,
         )
 
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, scaling: float) -> None:
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, scores: Scores) -> None:
         """Writes keys and values into the pool and fills `out`; all are [tokens, heads, head_dim] views."""
         for packed, tensor in zip(self._tensors, (query, key, value, out), strict=True):
             if tensor.stride(2) != 1:
                 raise ValueError(f"elements of a head must be contiguous, strides are {tensor.stride()}")
             packed.elements, packed.token_stride, packed.head_stride = tensor.data_ptr(), tensor.stride(0), tensor.stride(1)
-        if self._call(ctypes.addressof(self._batch), self._pool.data_ptr(), layer, self._dtype_code, *self._addresses, scaling):
+        how = _Scores(scores.scaling, scores.softcap or 0.0, scores.window or 0)
+        if self._call(ctypes.addressof(self._batch), self._pool.data_ptr(), layer, self._dtype_code, *self._addresses, how):
             raise RuntimeError(f"the native kernel does not know dtype code {self._dtype_code}")

@@ -2,8 +2,9 @@
 //
 // Built by engine/kernels/build.py, called through a plain C interface; see the end of the file. No torch headers.
 //
-// Order of arithmetic. Everything a (token, head) pair goes through depends on its own query and on the keys and values at positions 0 to p only:
-//   - keys are taken in tiles of 64 at positions that are multiples of 64, tile after tile;
+// Order of arithmetic. Everything a (token, head) pair goes through depends on its own query and on the keys and values that the token sees only: those at
+// positions 0 to its own, or the last `window` of them.
+//   - keys are taken in tiles of 64 at positions that are multiples of 64, tile after tile, from the first tile in which the token sees a key;
 //   - a score is one chain of fused multiply-adds over the head's elements, in their order;
 //   - an output element's share of a tile is one chain of fused multiply-adds over the tile's keys, in their order;
 //   - a tile's share is added to what came before by one fused multiply-add with the running rescale factor;
@@ -29,6 +30,14 @@ struct Batch {
   const int32_t* table_starts;     // [num_chunks] index of each chunk's block table in `tables`
   const int32_t* tables;           // pool block ids
   int32_t num_chunks, block_size, num_layers, num_heads, num_kv_heads, head_dim, num_threads;
+};
+
+// How a layer gets from queries and keys to softmax. Mirrored by engine/kernels/native.py.
+struct Scores {
+  float scale, softcap;  // 0: no cap
+  int32_t window;        // keys that a token sees, its own the last; 0: all
+
+  int first_seen(int position) const { return window > 0 ? std::max(0, position - window + 1) : 0; }
 };
 
 // A tensor of the packed batch, [tokens, heads, head_dim], by strides in elements; head_dim is contiguous.
@@ -148,15 +157,18 @@ void score_all(int rows, const float* query, const float* keys, float* scores, i
   }
 }
 
-// Turns a row's scores into weights relative to the new running maximum; keys from num_keys on weigh nothing.
-inline void soften(float* scores, int num_keys, float& maximum, float& factor, Floats& weight_sum) {
+inline Ints lies_in(int begin, int end) { return (lane_numbers() >= begin) & (lane_numbers() < end); }
+
+// Turns a row's scores into weights relative to the new running maximum; keys outside [begin, end) weigh nothing.
+inline void soften(float* scores, int begin, int end, float softcap, float& maximum, float& factor, Floats& weight_sum) {
   const float kMinusInfinity = -__builtin_inff();
-  const int num_groups = (num_keys + kLanes - 1) / kLanes;
+  const int num_groups = (end + kLanes - 1) / kLanes;
   Floats masked[kTile / kLanes];
   Floats highest = all(maximum);
   for (int g = 0; g < num_groups; ++g) {
     Floats x = load_as<Floats>(scores + g * kLanes);
-    masked[g] = lane_numbers() < num_keys - g * kLanes ? x : all(kMinusInfinity);
+    if (softcap > 0.0f) x = tanh_of(x / softcap) * softcap;
+    masked[g] = lies_in(begin - g * kLanes, end - g * kLanes) ? x : all(kMinusInfinity);
     highest = Max()(masked[g], highest);
   }
   float next = fold(highest, Max());
@@ -164,7 +176,7 @@ inline void soften(float* scores, int num_keys, float& maximum, float& factor, F
   Floats sum = weight_sum * factor;
   for (int g = 0; g < num_groups; ++g) {
     Floats weight = exp_nonpositive(masked[g] - next);
-    weight = lane_numbers() < num_keys - g * kLanes ? weight : Floats{};
+    weight = lies_in(begin - g * kLanes, end - g * kLanes) ? weight : Floats{};
     Float32::store(scores + g * kLanes, weight);
     sum = sum + weight;
   }
@@ -208,7 +220,8 @@ void widen_values(const typename T::Stored* const* values, int num_keys, int hea
 
 // Attention of tokens [begin, end) of chunk c, heads of one KV head.
 template <typename T>
-void attend(const Batch& b, const Layer<T>& layer, int c, int begin, int end, int kv_head, const Packed& query, const Packed& out, float scale, Scratch& s) {
+void attend(const Batch& b, const Layer<T>& layer, int c, int begin, int end, int kv_head, const Packed& query, const Packed& out, const Scores& how,
+            Scratch& s) {
   typedef typename T::Stored Stored;
   const int group = b.num_heads / b.num_kv_heads, head_dim = b.head_dim, rows = (end - begin) * group;
   const int32_t* table = b.tables + b.table_starts[c];
@@ -217,15 +230,17 @@ void attend(const Batch& b, const Layer<T>& layer, int c, int begin, int end, in
   for (int r = 0; r < rows; ++r) {
     const Stored* q = static_cast<const Stored*>(query.elements) + (begin + r / group) * query.token_stride + (kv_head * group + r % group) * query.head_stride;
     for (int d = 0; d < head_dim; d += kLanes)
-      Float32::store(&s.query[size_t(r) * head_dim + d], T::load(q + d) * scale);
+      Float32::store(&s.query[size_t(r) * head_dim + d], T::load(q + d) * how.scale);
   }
   const Stored* zeros = reinterpret_cast<const Stored*>(s.zeros.data());
-  for (int start = 0; start <= last; start += kTile) {
+  const int first_key = how.first_seen(first);
+  for (int start = first_key / kTile * kTile; start <= last; start += kTile) {
     const int num_keys = std::min(kTile, last + 1 - start), num_groups = (num_keys + kLanes - 1) / kLanes;
     const Stored *keys[kTile], *values[kTile];
     for (int j = 0; j < num_groups * kLanes; ++j) {
-      keys[j] = j < num_keys ? layer.key(table, start + j, kv_head) : zeros;
-      values[j] = j < num_keys ? keys[j] + layer.value_offset : zeros;
+      const bool seen = j < num_keys && start + j >= first_key;
+      keys[j] = seen ? layer.key(table, start + j, kv_head) : zeros;
+      values[j] = seen ? keys[j] + layer.value_offset : zeros;
     }
     const Stored* next_keys[kTile];
     const int num_next = std::max(0, std::min(kTile, last + 1 - start - kTile));
@@ -236,13 +251,17 @@ void attend(const Batch& b, const Layer<T>& layer, int c, int begin, int end, in
     const float* wide_values[kTile];
     if (widen) widen_values<T>(values, num_keys, head_dim, s.values.data(), wide_values);
     int r = 0;
-    while (r < rows) {  // rows that see the same number of this tile's keys go together
-      const int seen = std::min(kTile, first + r / group + 1 - start);
-      const int next = seen == kTile ? rows : (r / group + 1) * group;
-      for (int i = r; i < next && seen > 0; ++i) soften(&s.scores[size_t(i) * kTile], seen, s.maxima[i], s.factors[i], s.weight_sums[i]);
-      float *weights = &s.scores[size_t(r) * kTile], *output = &s.output[size_t(r) * head_dim];
-      if (seen > 0 && widen) weigh_all<Float32>(next - r, weights, wide_values, seen, &s.factors[r], output, head_dim);
-      if (seen > 0 && !widen) weigh_all<T>(next - r, weights, values, seen, &s.factors[r], output, head_dim);
+    while (r < rows) {  // rows that see the same of this tile's keys go together
+      const int position = first + r / group;
+      const int begin = std::max(0, how.first_seen(position) - start), end = std::min(kTile, position + 1 - start);
+      int next = (r / group + 1) * group;
+      if (begin == 0 && end == kTile) next = how.window > 0 ? std::min(rows, (start + how.window - first) * group) : rows;
+      if (begin < end) {
+        for (int i = r; i < next; ++i) soften(&s.scores[size_t(i) * kTile], begin, end, how.softcap, s.maxima[i], s.factors[i], s.weight_sums[i]);
+        float *weights = &s.scores[size_t(r) * kTile + begin], *output = &s.output[size_t(r) * head_dim];
+        if (widen) weigh_all<Float32>(next - r, weights, wide_values + begin, end - begin, &s.factors[r], output, head_dim);
+        else weigh_all<T>(next - r, weights, values + begin, end - begin, &s.factors[r], output, head_dim);
+      }
       r = next;
     }
   }
@@ -274,7 +293,7 @@ struct Item {
 };
 
 template <typename T>
-void run(const Batch& b, void* pool, int layer_index, const Packed& query, const Packed& key, const Packed& value, const Packed& out, float scale) {
+void run(const Batch& b, void* pool, int layer_index, const Packed& query, const Packed& key, const Packed& value, const Packed& out, const Scores& how) {
   const Layer<T> layer(b, pool, layer_index);
   write_keys_and_values(b, layer, key, value);
   const int tokens_per_item = std::max(1, kMaxRows / (b.num_heads / b.num_kv_heads));
@@ -288,7 +307,7 @@ void run(const Batch& b, void* pool, int layer_index, const Packed& query, const
 #pragma omp for schedule(dynamic, 1)
     for (int i = num_items - 1; i >= 0; --i) {  // a chunk's last tokens see the most keys: start with them
       const Item& item = items[i / b.num_kv_heads];
-      attend<T>(b, layer, item.chunk, item.begin, item.end, i % b.num_kv_heads, query, out, scale, scratch);
+      attend<T>(b, layer, item.chunk, item.begin, item.end, i % b.num_kv_heads, query, out, how, scratch);
     }
   }
 }
@@ -298,11 +317,11 @@ void run(const Batch& b, void* pool, int layer_index, const Packed& query, const
 // Writes the batch's keys and values into the pool ([num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]), then attends.
 // dtype: 0 float32, 1 bfloat16, 2 float16, of pool and tensors alike; head_dim is a multiple of 16. Returns 0, or 1 for a dtype it does not know.
 extern "C" int tandem_paged_attention(const Batch* batch, void* pool, int32_t layer, int32_t dtype, const Packed* query, const Packed* key,
-                                      const Packed* value, const Packed* out, float scale) {
+                                      const Packed* value, const Packed* out, Scores how) {
   switch (dtype) {
-    case 0: run<Float32>(*batch, pool, layer, *query, *key, *value, *out, scale); return 0;
-    case 1: run<BFloat16>(*batch, pool, layer, *query, *key, *value, *out, scale); return 0;
-    case 2: run<Float16>(*batch, pool, layer, *query, *key, *value, *out, scale); return 0;
+    case 0: run<Float32>(*batch, pool, layer, *query, *key, *value, *out, how); return 0;
+    case 1: run<BFloat16>(*batch, pool, layer, *query, *key, *value, *out, how); return 0;
+    case 2: run<Float16>(*batch, pool, layer, *query, *key, *value, *out, how); return 0;
     default: return 1;
   }
 }

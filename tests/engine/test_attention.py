@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.attention import AttentionBackend, TorchAttention, attend_causal
+from engine.attention import AttentionBackend, Scores, TorchAttention, attend_causal
 from engine.kernels.build import KernelBuildError, build_shared_library
 from engine.kernels.native import SOURCE, NativeAttention
 from tests.support.torch_steps import packed_batch
@@ -26,11 +26,13 @@ def _native(pool: torch.Tensor, num_heads: int, kernel_cache: Path, num_threads:
     return NativeAttention(pool, num_heads, num_threads, kernel_cache, "c++")
 
 
-def _run(backend: AttentionBackend, chunks: list[tuple[int, int, list[int]]], qkv: list[torch.Tensor]) -> torch.Tensor:
+def _run(
+    backend: AttentionBackend, chunks: list[tuple[int, int, list[int]]], qkv: list[torch.Tensor], window: int | None = None, softcap: float | None = None
+) -> torch.Tensor:
     out = torch.zeros_like(qkv[0])
     backend.begin(packed_batch(chunks))
     query, key, value = qkv
-    backend.attend(LAYER, query, key, value, out, query.shape[-1] ** -0.5)
+    backend.attend(LAYER, query, key, value, out, Scores(query.shape[-1] ** -0.5, window, softcap))
     return out
 
 
@@ -54,9 +56,62 @@ def test_output_is_near_the_float64_reference(
     table = torch.randperm(NUM_BLOCKS)[: -(-num_tokens // block_size)].tolist()
     out = _run(backend, [(0, num_tokens, table)], qkv)
     query, keys, values = (tensor.double() for tensor in qkv)
-    expected = attend_causal(query * head_dim**-0.5, keys, values, 0)
+    expected = attend_causal(query, keys, values, 0, Scores(head_dim**-0.5))
     assert (out.double() - expected).abs().max() < TOLERANCE[dtype] * values.abs().max()
     assert pool[:, [layer for layer in range(NUM_LAYERS) if layer != LAYER]].isnan().all(), "another layer was written"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("window", "softcap"), [(1, None), (24, None), (64, None), (65, 2.0), (150, 30.0), (500, None), (None, 0.5)])
+@pytest.mark.parametrize("name", ["native", "torch"])
+def test_windows_and_soft_caps_are_those_of_the_float64_reference(
+    kernel_cache: Path, name: str, dtype: torch.dtype, window: int | None, softcap: float | None
+) -> None:
+    pool = _pool(16, 2, 32, dtype)
+    backend = _native(pool, 6, kernel_cache) if name == "native" else TorchAttention(pool)
+    qkv = _random_qkv(203, 6, 2, 32, dtype)
+    out = _run(backend, [(0, 203, list(range(13)))], qkv, window, softcap)
+    query, keys, values = (tensor.double() for tensor in qkv)
+    scores = torch.einsum("thd,phd->htp", query, keys.repeat_interleave(3, 1)) * 32**-0.5
+    scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+    hidden = [[key > place or key <= place - (window or 203) for key in range(203)] for place in range(203)]
+    weights = torch.softmax(scores.masked_fill(torch.tensor(hidden), -torch.inf), -1)
+    expected = torch.einsum("htp,phd->thd", weights, values.repeat_interleave(3, 1))
+    assert (out.double() - expected).abs().max() < TOLERANCE[dtype] * values.abs().max()
+
+
+@pytest.mark.parametrize("name", ["native", "torch"])
+@pytest.mark.parametrize("window", [1, 24, 64, 100])
+def test_a_window_reads_no_key_outside_it(kernel_cache: Path, name: str, window: int) -> None:
+    """Keys outside are NaN in the pool, and their blocks are those of nobody."""
+    outputs = []
+    for spoil in (False, True):
+        pool = _pool(16, 2, 32, torch.float32)
+        backend = _native(pool, 6, kernel_cache) if name == "native" else TorchAttention(pool)
+        table = list(range(13))
+        qkv = _random_qkv(203, 6, 2, 32, torch.float32)
+        _run(backend, [(0, 200, table)], [tensor[:200] for tensor in qkv], window)
+        first_seen = 200 - window + 1
+        if spoil:
+            for slot in range(first_seen):
+                pool[table[slot // 16], LAYER, :, slot % 16] = torch.nan
+        outputs.append(_run(backend, [(200, 3, table)], [tensor[200:] for tensor in qkv], window))
+    assert outputs[0].isfinite().all()
+    assert torch.equal(*outputs)
+
+
+@pytest.mark.parametrize("window", [5, 24, 64, 90])
+@pytest.mark.parametrize("cut", [[1] * 203, [7, 64, 1, 100, 31], [202, 1]])
+def test_native_bits_within_a_window_do_not_depend_on_the_cut_into_chunks(kernel_cache: Path, window: int, cut: list[int]) -> None:
+    qkv = _random_qkv(203, 9, 3, 64, torch.float32)
+    table = list(range(20, 33))
+    whole = _run(_native(_pool(16, 3, 64, torch.float32), 9, kernel_cache), [(0, 203, table)], qkv, window, 20.0)
+    backend = _native(_pool(16, 3, 64, torch.float32), 9, kernel_cache)
+    parts, first = [], 0
+    for size in cut:
+        parts.append(_run(backend, [(first, size, table)], [tensor[first : first + size] for tensor in qkv], window, 20.0))
+        first += size
+    assert torch.equal(torch.cat(parts), whole)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

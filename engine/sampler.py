@@ -1,6 +1,7 @@
 """Choosing tokens: a pure function of a row's logits, parameters, seed, sample index and position (design rule 3).
 
-A row's result depends on no other row. Order of the filters: temperature, then top_k, top_p and min_p; each sees only what the one before it kept.
+A row's result depends on no other row. Order: `engine.logits_processors`, temperature, then top_k, top_p and min_p; each filter sees only what the one
+before it kept. Log probabilities are those of the logits before all of this.
 Tokens are ordered by (logit, descending; token id, ascending), so that top_k keeps exactly k tokens and ties go to the lower id everywhere.
 
 Noise is Gumbel-max: the token with the greatest logit / temperature - log(-log(1 - u)) wins, where u comes from a hash of (seed, sample index, position,
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 import torch
 
 from engine.errors import SequenceError
+from engine.logits_processors import changes_logits, processed
 from engine.noise import gumbel, gumbel_approximately, row_key
 from engine.sampling_params import SampledToken, SamplingParams
 from engine.step import SampleRow
@@ -23,26 +25,50 @@ from engine.step import SampleRow
 _NUM_FINALISTS = 4
 """The first pass errs by some 1e-5: more tokens than this within that of the winner do not happen."""
 
+_LOWEST = torch.finfo(torch.float32).min
+
 _TOP_P_CANDIDATES = (256, 4096)
 """Tokens looked at first, and next; only when they hold too little of the mass is the whole vocabulary sorted."""
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> list[SampledToken | SequenceError]:
-    """Samples one token for each row of `logits`, float32 [rows, vocabulary].
+def sample(logits: torch.Tensor, samples: Sequence[Sequence[SampleRow]], eos_token_ids: frozenset[int]) -> list[tuple[SampledToken, ...] | SequenceError]:
+    """Samples one token for each of `samples[i]` from row i of `logits`, float32 [rows, vocabulary].
 
-    A row with NaN, with +inf or without any finite logit gives a SequenceError in its place.
+    A row with NaN, with +inf or without any finite logit, and one of whose tokens a sample's parameters leave none, gives a SequenceError in its place.
     """
     highest = logits.amax(dim=-1)
     usable = torch.isfinite(highest).tolist()
     best = logits.argmax(dim=-1).tolist()
-    outcomes: list[SampledToken | SequenceError] = []
-    for index, row in enumerate(rows):
-        if not usable[index]:
-            outcomes.append(SequenceError(f"logits are not finite at position {row.position}"))
-            continue
-        token_id = best[index] if row.params.greedy else _draw(logits[index], highest[index], row)
-        outcomes.append(SampledToken(token_id) if row.params.logprobs is None else _with_logprobs(logits[index], token_id, row.params.logprobs))
+    outcomes: list[tuple[SampledToken, ...] | SequenceError] = []
+    for index, rows in enumerate(samples):
+        try:
+            if not usable[index]:
+                raise SequenceError(f"logits are not finite at position {rows[0].position}")
+            outcomes.append(tuple(_sample_one(logits, highest, best[index], index, row, eos_token_ids) for row in rows))
+        except SequenceError as error:
+            outcomes.append(error)
     return outcomes
+
+
+def prompt_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_alternatives: int) -> list[SampledToken]:
+    """Log probabilities of `token_ids[i]` in row i of `logits`, float32 [rows, vocabulary]. Raises SequenceError for a row without usable logits."""
+    if not torch.isfinite(logits.amax(dim=-1)).all():
+        raise SequenceError("logits of the prompt are not finite")
+    return [_with_logprobs(row, token_id, num_alternatives) for row, token_id in zip(logits, token_ids, strict=True)]
+
+
+def _sample_one(logits: torch.Tensor, highest: torch.Tensor, best: int, index: int, row: SampleRow, eos_token_ids: frozenset[int]) -> SampledToken:
+    """From row `index` of `logits`, whose greatest value is `highest[index]` and belongs to the token `best`."""
+    params = row.params
+    if changes_logits(row):
+        values = processed(logits[index], row, eos_token_ids)
+        greatest, best = values.amax(), int(values.argmax())
+        if greatest == -math.inf:
+            raise SequenceError(f"the sampling parameters leave no token at position {row.position}")
+        token_id = best if params.greedy else _draw(values, greatest, row)
+    else:
+        token_id = best if params.greedy else _draw(logits[index], highest[index], row)
+    return SampledToken(token_id) if params.logprobs is None else _with_logprobs(logits[index], token_id, params.logprobs)
 
 
 def _draw(logits: torch.Tensor, highest: torch.Tensor, row: SampleRow) -> int:
@@ -96,10 +122,8 @@ def _weights(relative: torch.Tensor, params: SamplingParams) -> torch.Tensor:
 
 
 def most_likely(values: torch.Tensor, count: int) -> torch.Tensor:
-    """Indices of the `count` greatest of [n] values, greatest first, ties to the lower index."""
-    if count >= values.shape[0]:
-        return torch.sort(values, descending=True, stable=True).indices
-    lowest = torch.topk(values, count, sorted=False).values.amin()
+    """Indices of the `count` greatest of [n] values, greatest first, ties to the lower index; fewer where fewer are above -inf."""
+    lowest = torch.topk(values, count, sorted=False).values.amin().clamp(min=_LOWEST) if count < values.shape[0] else _LOWEST
     indices = torch.nonzero(values >= lowest).flatten()
     return indices[torch.sort(values[indices], descending=True, stable=True).indices[:count]]
 

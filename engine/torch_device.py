@@ -1,15 +1,15 @@
-"""The device that computes steps with torch: one packed forward, then sampling."""
+"""The device that computes steps with torch: one packed forward, then sampling, on a thread of its own."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate, chain
 
 import numpy as np
 import torch
 
-from engine.activations import steady_activations
 from engine.attention import AttentionBackend, PackedBatch, TorchAttention
 from engine.config import EngineConfig
 from engine.errors import SequenceError
@@ -17,38 +17,36 @@ from engine.kernels.build import default_cache_dir, find_compiler
 from engine.kernels.native import NativeAttention, supports_head_dim
 from engine.kv_cache import HostKvCache
 from engine.model import LoadedModel
-from engine.sampler import sample
+from engine.sampler import prompt_logprobs, sample
 from engine.sampling_params import SampledToken
-from engine.step import Chunk, StepPlan, StepResult
+from engine.step import Chunk, PromptRow, StepPlan, StepResult
 
 _log = logging.getLogger(__name__)
 
-_ROW_MULTIPLE = 16
-"""Rows of a float32 product. With MKL a row's bits are the same for every count of rows that is a multiple of this, and not for small odd counts."""
+_MAX_PROMPT_ROWS = 64
+"""Rows of logits that are in memory at a time when a prompt's log probabilities are asked for."""
 
 
 class TorchDevice:
-    """Implements engine.step.Device on CPU; called on the engine thread only.
+    """Implements engine.step.Device on CPU.
 
     With float32 weights and the native kernel a token's logits have the same bits whatever shares its batch and however its prompt was cut.
     """
 
     def __init__(self, config: EngineConfig, model: LoadedModel, kv_cache: HostKvCache) -> None:
         """`kv_cache` has the model's shape and dtype. Raises KernelBuildError when the native kernel is asked for and cannot be had."""
-        if config.num_threads is not None:
-            torch.set_num_threads(config.num_threads)
+        num_threads = config.num_threads or torch.get_num_threads()
         layout = kv_cache.layout
         shape = (kv_cache.num_blocks, layout.num_layers, 2, layout.block_size, layout.num_kv_heads, layout.head_dim)
         self._pool = torch.frombuffer(kv_cache.memory, dtype=model.dtype).view(shape)
         self._blocks = kv_cache.blocks
         self._block_size = layout.block_size
         self._model = model
-        self._decoder = model.module.model
-        self._lm_head = model.module.lm_head
-        self._pads_rows = model.dtype == torch.float32
-        if self._pads_rows:
-            steady_activations(model.module)
-        self._attention = _attention_backend(config, self._pool, model)
+        # An id beyond the vocabulary, which some checkpoints name, is never sampled.
+        self._eos_token_ids = frozenset(token_id for token_id in model.eos_token_ids if 0 <= token_id < model.vocab_size)
+        self._attention = _attention_backend(config, self._pool, model, num_threads)
+        # The number of threads is told there: OpenMP keeps it for each thread that calls it.
+        self._thread = ThreadPoolExecutor(1, "device", initializer=torch.set_num_threads, initargs=(num_threads,))
         _log.info("attention backend %s, %s, batch-invariant: %s", self.attention_backend, layout.dtype, self.batch_invariant)
 
     @property
@@ -59,64 +57,66 @@ class TorchDevice:
     @property
     def batch_invariant(self) -> bool:
         """Whether a token's logits have the same bits in every batch, as the class says."""
-        return self._pads_rows and self._attention.batch_invariant and self._model.module.config.hidden_act == "silu"
+        return self._model.steady and self._attention.batch_invariant
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Copies blocks, computes all chunks in one forward and samples where asked.
+    def launch(self, plan: StepPlan) -> Future[StepResult]:
+        """See engine.step.Device.
 
-        A chunk with a token id or a position that the model does not have, or with unusable logits, fails alone; its KV must not be used. Block ids that the
-        pool does not have are a broken invariant and raise IndexError.
+        A chunk with a token id or a position that the model does not have, with unusable logits, or with parameters that leave no token, fails alone; its KV
+        must not be used. Block ids that the pool does not have are a broken invariant: IndexError. Raises RuntimeError after `close`.
         """
-        with torch.inference_mode():
-            for source, destination in plan.copies:
-                np.copyto(self._blocks[destination], self._blocks[source])
-            failed: dict[int, Exception] = {index: error for index, chunk in enumerate(plan.chunks) if (error := self._error_of(chunk)) is not None}
-            indices = [index for index in range(len(plan.chunks)) if index not in failed]
-            sampled: list[SampledToken | None] = [None] * len(plan.chunks)
-            if indices:
-                self._compute(plan.chunks, indices, sampled, failed)
-            return StepResult(sampled, failed)
+        return self._thread.submit(self._execute, plan)
 
-    def _compute(self, chunks: Sequence[Chunk], indices: Sequence[int], sampled: list[SampledToken | None], failed: dict[int, Exception]) -> None:
-        """Computes the chunks at `indices`; fills in their tokens or errors."""
-        live = [chunks[index] for index in indices]
-        batch = self._pack(live)
-        hidden = self._forward(live, batch)
-        asked = [(number, chunk.sample) for number, chunk in enumerate(live) if chunk.sample is not None]
-        if not asked:
-            return
-        last_rows = [int(batch.chunk_starts[number + 1]) - 1 for number, _ in asked]
-        outcomes = sample(self._logits(hidden, last_rows), [row for _, row in asked])
-        for (number, _), outcome in zip(asked, outcomes, strict=True):
-            if isinstance(outcome, SampledToken):
-                sampled[indices[number]] = outcome
-            else:
-                failed[indices[number]] = outcome
+    def close(self) -> None:
+        """Ends the device's thread, behind a step in flight. Idempotent."""
+        self._thread.shutdown()
 
-    def _forward(self, chunks: Sequence[Chunk], batch: PackedBatch) -> torch.Tensor:
-        """Hidden states [rows, hidden size], padding rows included."""
-        num_rows = self._padded(batch.num_tokens)
-        token_ids = np.zeros(num_rows, np.int64)
-        positions = np.zeros(num_rows, np.int64)
-        for number, chunk in enumerate(chunks):
-            start, end = batch.chunk_starts[number], batch.chunk_starts[number + 1]
-            token_ids[start:end] = chunk.token_ids
-            positions[start:end] = np.arange(chunk.first_position, chunk.first_position + len(chunk.token_ids))
+    @torch.inference_mode()
+    def _execute(self, plan: StepPlan) -> StepResult:
+        """Copies blocks, computes all chunks in one forward and samples where asked."""
+        for source, destination in plan.copies:
+            np.copyto(self._blocks[destination], self._blocks[source])
+        failed: dict[int, Exception] = {index: error for index, chunk in enumerate(plan.chunks) if (error := self._error_of(chunk)) is not None}
+        live = {index: chunk for index, chunk in enumerate(plan.chunks) if index not in failed}
+        sampled: list[tuple[SampledToken, ...]] = [()] * len(plan.chunks)
+        prompts: dict[int, tuple[SampledToken, ...]] = {}
+        if live:
+            hidden = dict(zip(live, self._forward(list(live.values())), strict=True))
+            for index, chunk in live.items():
+                if chunk.prompt is not None:
+                    try:
+                        prompts[index] = tuple(self._logprobs_of(chunk.prompt, hidden[index]))
+                    except SequenceError as error:
+                        failed[index] = error
+            self._sample({index: chunk for index, chunk in live.items() if chunk.samples and index not in failed}, hidden, sampled, failed)
+        return StepResult(sampled, failed, prompts)
+
+    def _forward(self, chunks: Sequence[Chunk]) -> Sequence[torch.Tensor]:
+        """Hidden states of each chunk, [tokens, hidden size]."""
+        batch = self._pack(chunks)
+        token_ids = np.fromiter(chain.from_iterable(chunk.token_ids for chunk in chunks), np.int64, batch.num_tokens)
+        positions = np.concatenate([np.arange(chunk.first_position, chunk.first_position + len(chunk.token_ids)) for chunk in chunks])
         self._attention.begin(batch)
-        output = self._decoder(
-            input_ids=torch.from_numpy(token_ids)[None], position_ids=torch.from_numpy(positions)[None], use_cache=False, paged_attention=self._attention
-        )
-        hidden: torch.Tensor = output.last_hidden_state[0]
-        return hidden
+        return torch.split(self._model.hidden_states(token_ids, positions, self._attention), [len(chunk.token_ids) for chunk in chunks])
 
-    def _logits(self, hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-        """Float32 logits of some rows, [len(rows), vocabulary]."""
-        padded = [*rows, *[rows[0]] * (self._padded(len(rows)) - len(rows))]
-        logits: torch.Tensor = self._lm_head(hidden[padded])
-        return logits[: len(rows)].float()
+    def _sample(
+        self, chunks: Mapping[int, Chunk], hidden: Mapping[int, torch.Tensor], sampled: list[tuple[SampledToken, ...]], failed: dict[int, Exception]
+    ) -> None:
+        """Fills in what `chunks`, all of which ask for tokens, got; everything goes by the index of a chunk in the plan."""
+        if not chunks:
+            return
+        logits = self._model.logits(torch.stack([hidden[index][-1] for index in chunks]))
+        outcomes = sample(logits, [chunk.samples for chunk in chunks.values()], self._eos_token_ids)
+        for index, outcome in zip(chunks, outcomes, strict=True):
+            if isinstance(outcome, SequenceError):
+                failed[index] = outcome
+            else:
+                sampled[index] = outcome
 
-    def _padded(self, num_rows: int) -> int:
-        return -(-num_rows // _ROW_MULTIPLE) * _ROW_MULTIPLE if self._pads_rows else num_rows
+    def _logprobs_of(self, prompt: PromptRow, hidden: torch.Tensor) -> Iterator[SampledToken]:
+        for first in range(0, len(prompt.target_token_ids), _MAX_PROMPT_ROWS):
+            targets = prompt.target_token_ids[first : first + _MAX_PROMPT_ROWS]
+            yield from prompt_logprobs(self._model.logits(hidden[first : first + len(targets)]), targets, prompt.num_alternatives)
 
     def _pack(self, chunks: Sequence[Chunk]) -> PackedBatch:
         tables = [chunk.block_table[: self._num_blocks(chunk)] for chunk in chunks]
@@ -140,15 +140,16 @@ class TorchDevice:
     def _error_of(self, chunk: Chunk) -> SequenceError | None:
         if not chunk.token_ids:
             return SequenceError("a chunk has no tokens")
-        if min(chunk.token_ids) < 0 or max(chunk.token_ids) >= self._model.vocab_size:
-            return SequenceError(f"token ids {min(chunk.token_ids)} to {max(chunk.token_ids)} are not all in a vocabulary of {self._model.vocab_size}")
+        token_ids = [*chunk.token_ids, *(chunk.prompt.target_token_ids if chunk.prompt is not None else ())]
+        if min(token_ids) < 0 or max(token_ids) >= self._model.vocab_size:
+            return SequenceError(f"token ids {min(token_ids)} to {max(token_ids)} are not all in a vocabulary of {self._model.vocab_size}")
         end = chunk.first_position + len(chunk.token_ids)
         if chunk.first_position < 0 or end > self._model.max_position_embeddings:
             return SequenceError(f"positions {chunk.first_position} to {end - 1} are not all below the model's {self._model.max_position_embeddings}")
         return None
 
 
-def _attention_backend(config: EngineConfig, pool: torch.Tensor, model: LoadedModel) -> AttentionBackend:
+def _attention_backend(config: EngineConfig, pool: torch.Tensor, model: LoadedModel, num_threads: int) -> AttentionBackend:
     if config.attention_backend == "torch":
         return TorchAttention(pool)
     if config.attention_backend == "auto":
@@ -160,4 +161,4 @@ def _attention_backend(config: EngineConfig, pool: torch.Tensor, model: LoadedMo
         if not supports_head_dim(model.head_dim):
             _log.warning("head_dim %d is not one of the native kernel's: attention runs on torch, slower and not batch-invariant", model.head_dim)
             return TorchAttention(pool)
-    return NativeAttention(pool, model.num_heads, torch.get_num_threads(), config.cache_dir or default_cache_dir(), config.compiler)
+    return NativeAttention(pool, model.num_heads, num_threads, config.cache_dir or default_cache_dir(), config.compiler)

@@ -18,14 +18,15 @@ from engine.sampler import most_likely, sample
 from engine.sampling_params import SampledToken, SamplingParams
 from engine.step import SampleRow
 
+NO_EOS: frozenset[int] = frozenset()
 GREEDY = SamplingParams(max_tokens=1, temperature=0.0)
 PLAIN = SamplingParams(max_tokens=1, temperature=1.0, seed=7)
 
 
 def _sample(logits: torch.Tensor, params: SamplingParams, position: int = 0) -> SampledToken:
-    outcome = sample(logits[None], [SampleRow(params, position, (), 0)])[0]
-    assert isinstance(outcome, SampledToken)
-    return outcome
+    outcome = sample(logits[None], [(SampleRow(params, position, (), 0),)], NO_EOS)[0]
+    assert isinstance(outcome, tuple)
+    return outcome[0]
 
 
 def _ids(logits: torch.Tensor, params: SamplingParams, count: int) -> list[int]:
@@ -172,10 +173,10 @@ def test_a_row_does_not_depend_on_the_rows_beside_it(params: SamplingParams) -> 
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(7, 40_001, generator=generator) * 3
     rows = [SampleRow(replace(params, seed=index), 100 + index, (), 0) for index in range(7)]
-    together = sample(logits, rows)
-    assert together == [sample(logits[index : index + 1], [rows[index]])[0] for index in range(7)]
+    together = sample(logits, [(row,) for row in rows], NO_EOS)
+    assert together == [sample(logits[index : index + 1], [(rows[index],)], NO_EOS)[0] for index in range(7)]
     order = [3, 0, 6]
-    assert sample(logits[order], [rows[index] for index in order]) == [together[index] for index in order]
+    assert sample(logits[order], [(rows[index],) for index in order], NO_EOS) == [together[index] for index in order]
 
 
 def test_seed_sample_index_and_position_each_change_the_draw() -> None:
@@ -205,8 +206,8 @@ def test_logprobs_are_of_the_softmax_before_temperature_with_ties_to_the_lower_i
 def test_a_row_without_usable_logits_fails_alone(broken: list[float]) -> None:
     logits = torch.tensor([[0.0, 5.0, 1.0], broken])
     for params in (GREEDY, PLAIN):
-        outcomes = sample(logits, [SampleRow(params, 4, (), 0)] * 2)
-        assert isinstance(outcomes[0], SampledToken)
+        outcomes = sample(logits, [(SampleRow(params, 4, (), 0),)] * 2, NO_EOS)
+        assert isinstance(outcomes[0], tuple)
         assert isinstance(outcomes[1], SequenceError)
 
 

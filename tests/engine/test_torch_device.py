@@ -13,10 +13,11 @@ from transformers import AutoModelForCausalLM
 from engine.build import build_torch_engine_parts
 from engine.config import AttentionBackendName, ConfigError, Dtype, EngineConfig
 from engine.errors import SequenceError
+from engine.model import load_model
 from engine.sampling_params import SampledToken, SamplingParams
-from engine.step import Chunk, SampleRow, StepPlan
+from engine.step import Chunk, SampleRow
 from tests.support.tiny_models import VOCAB_SIZE, write_tiny_model
-from tests.support.torch_steps import GREEDY, Driven, LogitsRecorder, generate, step, tiny_device
+from tests.support.torch_steps import GREEDY, Driven, LogitsRecorder, execute, generate, step, tiny_device
 
 
 def _prompt(length: int, seed: int) -> list[int]:
@@ -91,8 +92,8 @@ def test_float32_logits_have_the_same_bits_in_every_batch_cut_and_order(model: P
         assert torch.equal(own, batched), f"token {place} of the output"
 
 
-def test_float32_activations_round_alike_at_every_place_of_a_tensor(tiny_llama: Path, kernel_cache: Path) -> None:
-    activation = tiny_device(tiny_llama, kernel_cache)._decoder.layers[0].mlp.act_fn
+def test_float32_activations_round_alike_at_every_place_of_a_tensor(tiny_llama: Path) -> None:
+    activation = load_model(tiny_llama).module.model.layers[0].mlp.act_fn
     values = torch.randn(40_000, generator=torch.Generator().manual_seed(0)) * 4
     whole = activation(values)
     parts = torch.cat([activation(part) for part in torch.split(values, 31)])
@@ -116,26 +117,24 @@ def test_block_copies_come_before_the_forward(model: Path, kernel_cache: Path) -
     prompt = _prompt(32, seed=8)
     generate(device, Driven("first", list(prompt), (1, 2)), 1)
     copied = Driven("copy", list(prompt), (1, 9, 10), num_computed=31)
-    result = device.execute(StepPlan(0, [copied.chunk(1)], copies=[(2, 9)]))
-    assert isinstance(result.sampled[0], SampledToken)
-    assert result.sampled[0].token_id == _reference(model, prompt, 1)[0]
+    result = execute(device, copied.chunk(1), copies=[(2, 9)])
+    assert [token.token_id for token in result.sampled[0]] == _reference(model, prompt, 1)
 
 
 def test_a_bad_chunk_fails_alone(tiny_llama: Path, kernel_cache: Path) -> None:
     device = tiny_device(tiny_llama, kernel_cache)
     good = Driven("good", _prompt(20, seed=9), (3, 4, 5))
     chunks = [
-        Chunk("bad token", [5, VOCAB_SIZE], 0, (7,), None),
+        Chunk("bad token", [5, VOCAB_SIZE], 0, (7,)),
         good.chunk(20),
-        Chunk("beyond the model", [5], 512, tuple(range(64)), None),
-        Chunk("empty", [], 0, (8,), None),
+        Chunk("beyond the model", [5], 512, tuple(range(64))),
+        Chunk("empty", [], 0, (8,)),
     ]
-    result = device.execute(StepPlan(0, chunks))
+    result = execute(device, *chunks)
     assert sorted(result.failed) == [0, 2, 3]
     assert all(isinstance(error, SequenceError) for error in result.failed.values())
-    assert result.sampled[1] is not None
-    assert result.sampled[1].token_id == _reference(tiny_llama, good.token_ids, 1)[0]
-    assert [result.sampled[index] for index in (0, 2, 3)] == [None] * 3
+    assert [token.token_id for token in result.sampled[1]] == _reference(tiny_llama, good.token_ids, 1)
+    assert [result.sampled[index] for index in (0, 2, 3)] == [()] * 3
 
 
 def test_non_finite_logits_fail_their_sequence_only(tiny_llama: Path, kernel_cache: Path) -> None:
@@ -145,17 +144,17 @@ def test_non_finite_logits_fail_their_sequence_only(tiny_llama: Path, kernel_cac
     generate(device, Driven("poisoned", list(poisoned.token_ids), (3, 4)), 1)
     device._blocks[3] = 0xFF  # NaN in every element of a block that the sequence reads
     poisoned.num_computed = 19
-    result = device.execute(StepPlan(0, [poisoned.chunk(1), good.chunk(20)]))
+    result = execute(device, poisoned.chunk(1), good.chunk(20))
     assert list(result.failed) == [0]
     assert "not finite at position 20" in str(result.failed[0])
-    assert result.sampled[1] is not None
+    assert [len(tokens) for tokens in result.sampled] == [0, 1]
 
 
 @pytest.mark.parametrize(("table", "match"), [((128,), "not all in a pool of 128"), ((3,), "table of 1")])
 def test_a_broken_block_table_raises(tiny_llama: Path, kernel_cache: Path, table: tuple[int, ...], match: str) -> None:
     device = tiny_device(tiny_llama, kernel_cache)
     with pytest.raises(IndexError, match=match):
-        device.execute(StepPlan(0, [Chunk("a", [5] * (17 if table == (3,) else 2), 0, table, None)]))
+        execute(device, Chunk("a", [5] * (17 if table == (3,) else 2), 0, table))
 
 
 def test_a_resumed_sequence_samples_as_the_uninterrupted_one(tiny_llama: Path, kernel_cache: Path) -> None:
@@ -173,15 +172,14 @@ def test_bfloat16_stays_near_float32(tmp_path: Path, kernel_cache: Path) -> None
     model = write_tiny_model(tmp_path, "llama", scale=0.05)
     prompt = _prompt(120, seed=12)
     params = replace(GREEDY, logprobs=VOCAB_SIZE)
-    tokens: list[list[SampledToken | None]] = []
+    tokens: list[list[SampledToken]] = []
     dtypes: tuple[Dtype, ...] = ("float32", "bfloat16")
     for dtype in dtypes:
         device = tiny_device(model, kernel_cache, dtype=dtype)
         assert device.batch_invariant == (dtype == "float32")
-        chunks = [Chunk("a", [token_id], place, tuple(range(8)), SampleRow(params, place + 1, prompt, 120)) for place, token_id in enumerate(prompt)]
-        tokens.append([device.execute(StepPlan(0, [chunk])).sampled[0] for chunk in chunks])
+        chunks = [Chunk("a", [token_id], place, tuple(range(8)), (SampleRow(params, place + 1, prompt, 120),)) for place, token_id in enumerate(prompt)]
+        tokens.append([token for chunk in chunks for token in execute(device, chunk).sampled[0]])
     for reference, token in zip(*tokens, strict=True):
-        assert reference is not None and token is not None
         logprobs = dict(token.top_logprobs)
         assert max(abs(logprobs[token_id] - logprob) for token_id, logprob in reference.top_logprobs) <= 0.05
         if reference.top_logprobs[0][1] - reference.top_logprobs[1][1] > 0.1:
@@ -189,7 +187,7 @@ def test_bfloat16_stays_near_float32(tmp_path: Path, kernel_cache: Path) -> None
 
 
 def test_a_pool_larger_than_memory_is_refused_with_the_arithmetic(tiny_llama: Path) -> None:
-    with pytest.raises(ConfigError, match=r"num_blocks: the KV pool is too large: 1000000000 blocks x 12288 bytes = 11444.09 GiB against [\d.]+ GiB"):
+    with pytest.raises(ConfigError, match=r"num_blocks: a KV pool of 1000000000 blocks x 12.0 KiB = 11.2 TiB does not fit: [\d.]+ x [\d.]+ GiB"):
         build_torch_engine_parts(EngineConfig(tiny_llama, num_blocks=10**9))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from engine.attention import PackedBatch
 from engine.build import build_torch_engine_parts
 from engine.config import AttentionBackendName, Dtype, EngineConfig
 from engine.sampling_params import SampledToken, SamplingParams
-from engine.step import Chunk, SampleRow, StepPlan
+from engine.step import Chunk, SampleRow, StepPlan, StepResult
 from engine.torch_device import TorchDevice
 
 GREEDY = SamplingParams(max_tokens=64, temperature=0.0)
@@ -40,19 +41,24 @@ class Driven:
     def chunk(self, num_tokens: int) -> Chunk:
         """The next `num_tokens` tokens; asks for a sample when they reach the end."""
         end = self.num_computed + num_tokens
-        row = SampleRow(self.params, end, self.token_ids, len(self.token_ids)) if end == len(self.token_ids) else None
-        return Chunk(self.seq_id, self.token_ids[self.num_computed : end], self.num_computed, self.block_table, row)
+        num_prompt_tokens = len(self.token_ids) - len(self.sampled)
+        rows = (SampleRow(self.params, end, self.token_ids, num_prompt_tokens),) if end == len(self.token_ids) else ()
+        return Chunk(self.seq_id, self.token_ids[self.num_computed : end], self.num_computed, self.block_table, rows)
+
+
+def execute(device: TorchDevice, *chunks: Chunk, copies: Sequence[tuple[int, int]] = ()) -> StepResult:
+    """Runs one step and waits for it."""
+    return device.launch(StepPlan(0, chunks, copies)).result()
 
 
 def step(device: TorchDevice, work: list[tuple[Driven, int]]) -> None:
     """Runs one step of (sequence, tokens to compute), in this order, and moves the sequences on."""
-    result = device.execute(StepPlan(0, [sequence.chunk(num_tokens) for sequence, num_tokens in work]))
+    result = execute(device, *(sequence.chunk(num_tokens) for sequence, num_tokens in work))
     assert result.failed == {}
-    for (sequence, num_tokens), token in zip(work, result.sampled, strict=True):
+    for (sequence, num_tokens), tokens in zip(work, result.sampled, strict=True):
         sequence.num_computed += num_tokens
-        if token is not None:
-            sequence.sampled.append(token)
-            sequence.token_ids.append(token.token_id)
+        sequence.sampled.extend(tokens)
+        sequence.token_ids.extend(token.token_id for token in tokens)
 
 
 def generate(device: TorchDevice, sequence: Driven, num_tokens: int, chunk: int = 10_000) -> list[int]:
@@ -63,18 +69,21 @@ def generate(device: TorchDevice, sequence: Driven, num_tokens: int, chunk: int 
 
 
 class LogitsRecorder:
-    """Keeps the logits of every sampled row of a device, in order, by standing in for its language model head's caller."""
+    """Keeps the logits of every row that a device samples from or reads log probabilities of, in order."""
 
     def __init__(self, device: TorchDevice) -> None:
         self.rows: list[torch.Tensor] = []
-        original = device._logits  # the seam between forward and sampling has no public name
+        self._model = device._model  # the seam between forward and sampling has no public name
+        device._model = self  # type: ignore[assignment]
 
-        def record(hidden: torch.Tensor, rows: list[int]) -> torch.Tensor:
-            logits = original(hidden, rows)
-            self.rows.extend(logits.clone())
-            return logits
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._model, name)
 
-        device._logits = record  # type: ignore[method-assign,assignment]
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The model's own."""
+        logits = self._model.logits(hidden)
+        self.rows.extend(logits.clone())
+        return logits
 
 
 def packed_batch(chunks: list[tuple[int, int, list[int]]]) -> PackedBatch:

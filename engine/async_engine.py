@@ -1,6 +1,7 @@
 """An engine on a thread of its own, as an asyncio program sees it (design rule 7).
 
-Calls go to the thread in the order in which they are posted; answers and events come back to the loop in one callback per step.
+Calls go to the thread in the order in which they are posted, and are taken while a step runs; answers and events come back to the loop in one callback for
+all that was there together.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from engine import calls
@@ -27,8 +29,17 @@ if TYPE_CHECKING:
     from engine.kv_cache import HostKvCache
 
 _log = logging.getLogger(__name__)
-_IDLE_WAIT_S = 1.0
+_WAIT_S = 1.0
 
+
+class _Wake(Enum):
+    """What comes to the thread besides calls."""
+
+    STEP_DONE = "step done"
+    STOP = "stop"
+
+
+Posted = tuple[calls.Call, "asyncio.Future[object] | None"]
 Answer = tuple["asyncio.Future[object]", object, Exception | None]
 
 
@@ -81,7 +92,7 @@ class AsyncEngine:
         self.limits = engine.limits
         self.kv_cache = kv_cache
         self._engine = engine
-        self._calls: queue.SimpleQueue[tuple[calls.Call, asyncio.Future[object] | None] | None] = queue.SimpleQueue()
+        self._calls: queue.SimpleQueue[Posted | _Wake] = queue.SimpleQueue()
         self._streams: dict[str, SequenceStream] = {}
         self._futures: set[asyncio.Future[object]] = set()
         self._answers: list[Answer] = []
@@ -94,8 +105,9 @@ class AsyncEngine:
         self._ended = asyncio.Event()
         self._beat = 0
         self._idle = True
-        self._changing = False
-        """The last step did something: the next one may, without a call."""
+        self._computing = False
+        """A step is in flight."""
+        self._stopping = False
         self._checked = False
         self._looked_ns = 0
 
@@ -110,7 +122,7 @@ class AsyncEngine:
         """Ends the thread after the step it is in; raises TimeoutError when that takes longer."""
         if self._loop is None:
             return
-        self._calls.put(None)
+        self._calls.put(_Wake.STOP)
         async with asyncio.timeout(timeout_s):
             await self._ended.wait()
             # Joined, not only told: a thread that still drops tensors while the interpreter ends aborts the process.
@@ -122,7 +134,10 @@ class AsyncEngine:
         return self._death
 
     def beat(self) -> int | None:
-        """Grows with every turn of the thread; None while it waits for calls with nothing to compute. For the watchdog."""
+        """Grows with every step and every idle turn of the thread; None while it waits for calls with nothing to compute. For the watchdog.
+
+        It stands still while a step runs, whatever calls are taken meanwhile: a step that hangs is an engine that hangs.
+        """
         return None if self._idle else self._beat
 
     def on_death(self, callback: Callable[[BaseException], None]) -> None:
@@ -248,7 +263,7 @@ class AsyncEngine:
         cause: BaseException | None = None
         try:
             while self._turn():
-                self._beat += 1
+                pass
         except BaseException as error:  # the thread's death is told to every waiter, whatever it was
             _log.critical("the engine thread has died", exc_info=error)
             cause = error
@@ -256,45 +271,57 @@ class AsyncEngine:
             self._loop.call_soon_threadsafe(self._die, cause)
 
     def _turn(self) -> bool:
-        """Takes all calls that are there, then computes one step; False when told to stop."""
-        # Where a step could do nothing only a call changes that: sequences that wait for blocks keep no thread busy.
-        num_taken = self._take_calls(wait=not self._changing)
-        if num_taken is None:
-            return False
-        self._changing = self._engine.step(self._looked_ns)
-        if self._changing or num_taken:
+        """Waits for something to come, takes all that is there, then launches a step if none is in flight; False when told to stop."""
+        if not self._computing:
+            self._beat += 1
+        num_taken = self._take_calls()
+        if not self._computing and not self._stopping:
+            self._launch()
+        if num_taken or self._engine.has_events:
             self._tell()
             self._checked = False
-        elif not self._checked:
+        elif not self._checked and not self._computing:
             self._engine.check()
             self._checked = True
-        return True
+        return self._computing or not self._stopping
+
+    def _launch(self) -> None:
+        # Where a step could do nothing only a call changes that: sequences that wait for blocks keep no thread busy.
+        future = self._engine.launch(self._looked_ns)
+        if future is not None:
+            self._computing = True
+            future.add_done_callback(lambda _: self._calls.put(_Wake.STEP_DONE))
 
     def _tell(self) -> None:
         answers, self._answers = self._answers, []
         assert self._loop is not None
         self._loop.call_soon_threadsafe(self._deliver, answers, self._engine.take_events(), self._engine.load())
 
-    def _take_calls(self, *, wait: bool) -> int | None:
-        """Answers what is posted and returns how many calls that were; with `wait` it waits a bounded time for the first one. None: stop."""
+    def _take_calls(self) -> int:
+        """Waits a bounded time for the first item, then takes all that are there; returns how many those were."""
         num_taken = 0
         while True:
+            wait = num_taken == 0
+            self._looked_ns = time.monotonic_ns()
             try:
-                self._idle = wait and num_taken == 0
-                self._looked_ns = time.monotonic_ns()
-                item = self._calls.get(timeout=_IDLE_WAIT_S) if self._idle else self._calls.get_nowait()
+                self._idle = wait and not self._computing
+                item = self._calls.get(timeout=_WAIT_S) if wait else self._calls.get_nowait()
             except queue.Empty:
-                if not self._answers:
-                    return num_taken
-                # Now: whoever asked does not wait for the step. What was posted meanwhile is still taken before it.
-                self._tell()
-                continue
+                return num_taken
             finally:
                 self._idle = False
-            if item is None:
-                return None
-            self._answer(*item)
+            self._take(item)
             num_taken += 1
+
+    def _take(self, item: Posted | _Wake) -> None:
+        if item is _Wake.STOP:
+            self._stopping = True
+        elif item is _Wake.STEP_DONE:
+            self._engine.complete()
+            self._computing = False
+            self._beat += 1
+        else:
+            self._answer(*item)
 
     def _answer(self, call: calls.Call, future: asyncio.Future[object] | None) -> None:
         """An EngineError is the caller's answer; anything else is a broken invariant and the thread's end."""

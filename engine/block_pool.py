@@ -100,6 +100,12 @@ class BlockPool:
             if self._references[block] == 0:
                 self._set_down(block)
 
+    def transfer(self, owner: str, to: str) -> None:
+        """Makes all references of an owner those of another, which may have some already. Nothing is given back meanwhile."""
+        blocks = self._owners.pop(owner, None)
+        if blocks:
+            self._owners.setdefault(to, []).extend(blocks)
+
     def _set_down(self, block: int) -> None:
         name = self._hashes[block]
         if self._filled[block] and name is not None and self._index.get(name) == block:

@@ -11,9 +11,11 @@ class EngineLoad:
     """A cheap snapshot, taken after every step."""
 
     num_running: int
+    """Samples that compute: places of max_num_seqs."""
     num_waiting: int
+    """Sequences in the queue, preempted samples among them."""
     num_in_handover: int
-    """Sequences that wait for KV or are held for another pool."""
+    """Samples that wait for KV, and prompts that are held for another pool."""
     backlog_tokens: int
     """Prompt tokens not yet computed."""
     num_blocks: int

@@ -3,20 +3,25 @@
 States, as arrows (each has a test):
 
     WAITING        -> PREFILLING                first chunk scheduled, blocks allocated
-    WAITING_FOR_KV -> DECODING | FINISHED       hand-over confirmed
+    WAITING        -> REJECTED                  it can never fit
+    WAITING_FOR_KV -> DECODING                  hand-over confirmed
     PREFILLING     -> DECODING | HELD | FINISHED | PREEMPTED
     DECODING       -> FINISHED | PREEMPTED
     PREEMPTED      -> PREFILLING                blocks allocated again
+    PREEMPTED      -> WAITING_FOR_KV            blocks allocated again, and too much to compute here
     HELD           -> (only the release ends it: its blocks are announced to another pool)
     any of them    -> CANCELLED                 released by its owner
-    any of them    -> FAILED                    an error of this sequence
-    (nothing)      -> REJECTED                  it can never fit, or does not fit now and may not wait
+    any of them    -> FAILED                    an error of this sequence; a waiting or held one computes nothing that could fail
 
-FINISHED, CANCELLED, REJECTED and FAILED are the end and give every block back.
+FINISHED, CANCELLED, REJECTED and FAILED are the end and give every block back. A reservation that is refused has never been a sequence of the engine.
+
+Samples: until the prompt is computed, one Sequence stands for all n of them and has all their blocks. Then it forks into one for each; each follows the arrows
+by itself from there on. A PREFILL_ONLY sequence never forks.
 """
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
 from enum import Enum
 
@@ -53,12 +58,12 @@ class SequenceState(Enum):
 _S = SequenceState
 _ENDS_EARLY = frozenset({_S.CANCELLED, _S.FAILED})
 ARROWS: dict[SequenceState, frozenset[SequenceState]] = {
-    _S.WAITING: frozenset({_S.PREFILLING, _S.REJECTED}) | _ENDS_EARLY,
-    _S.WAITING_FOR_KV: frozenset({_S.DECODING, _S.FINISHED, _S.REJECTED}) | _ENDS_EARLY,
+    _S.WAITING: frozenset({_S.PREFILLING, _S.REJECTED, _S.CANCELLED}),
+    _S.WAITING_FOR_KV: frozenset({_S.DECODING}) | _ENDS_EARLY,
     _S.PREFILLING: frozenset({_S.DECODING, _S.HELD, _S.FINISHED, _S.PREEMPTED}) | _ENDS_EARLY,
     _S.DECODING: frozenset({_S.FINISHED, _S.PREEMPTED}) | _ENDS_EARLY,
-    _S.HELD: _ENDS_EARLY,
-    _S.PREEMPTED: frozenset({_S.PREFILLING}) | _ENDS_EARLY,
+    _S.HELD: frozenset({_S.CANCELLED}),
+    _S.PREEMPTED: frozenset({_S.PREFILLING, _S.WAITING_FOR_KV}) | _ENDS_EARLY,
     _S.FINISHED: frozenset(),
     _S.CANCELLED: frozenset(),
     _S.REJECTED: frozenset(),
@@ -94,6 +99,8 @@ class SequenceSpec:
     def __post_init__(self) -> None:
         if not self.prompt_token_ids:
             raise ValueError("prompt_token_ids must not be empty")
+        if self.sampling.n < 1:
+            raise ValueError(f"n must be at least 1, got {self.sampling.n}")
         if self.sampling.n > 1 and self.output_token_ids:
             raise ValueError("output_token_ids are those of one sample, n is above 1")
         if self.sampling.max_tokens < 0:
@@ -101,12 +108,18 @@ class SequenceSpec:
 
 
 class Sequence:
-    """A sequence's progress. Touched by the engine thread only."""
+    """A sequence's progress, or that of one of its samples. Touched by the engine thread only."""
 
     def __init__(self, spec: SequenceSpec, *, block_size: int, model_fingerprint: str, arrival: int) -> None:
         self.spec = spec
         self.seq_id = spec.seq_id
-        self.owner = f"sequence:{spec.seq_id}"
+        self.index = 0
+        """Its first sample's."""
+        self.samples = tuple(spec.sampling.of_sample(index) for index in range(spec.sampling.n))
+        """Parameters of the samples that it stands for."""
+        num_tables = 1 if spec.kind is SequenceKind.PREFILL_ONLY else len(self.samples)
+        self.sample_ids = tuple(f"{spec.seq_id}[{index}]" if index else spec.seq_id for index in range(num_tables))
+        """Names of the samples that have a block table and need a place, all that it stands for but those of a PREFILL_ONLY sequence, which never go on."""
         self.state = SequenceState.WAITING_FOR_KV if spec.kind is SequenceKind.REMOTE_KV else SequenceState.WAITING
         self.token_ids: list[int] = [*spec.prompt_token_ids, *spec.output_token_ids]
         self.num_prompt_tokens = len(spec.prompt_token_ids)
@@ -121,12 +134,31 @@ class Sequence:
         self.prefill_target = len(self.token_ids)
         """Tokens to compute before the next one is sampled; those up to here count as prompt work."""
         self.block_ids: list[int] = []
-        self.order = (spec.priority, arrival)
+        """The block table, of its first sample."""
+        self.sibling_tables: list[list[int]] = []
+        """Those of its other samples: they share the prompt's full blocks."""
+        self.copy_source: int | None = None
+        """A sibling's block whose content goes into its own last prompt block before its first step behind the fork."""
+        self.next_prompt_logprob = self.num_prompt_tokens
+        """Index of the prompt token whose log probability is to be told next; beyond the prompt when none is."""
+        if spec.sampling.prompt_logprobs is not None and spec.kind is not SequenceKind.REMOTE_KV and not spec.output_token_ids:
+            self.next_prompt_logprob = 1
+        self.order = (spec.priority, arrival, 0)
         self.first_scheduled_ns: int | None = None
         self.announced = False
         """Another pool was told of its blocks: the table is frozen."""
         self._block_size = block_size
         self._names = [root_hash(spec.tenant_salt, model_fingerprint)]
+
+    @property
+    def sample_id(self) -> str:
+        """Its name in plans, and its blocks' owner's."""
+        return self.sample_ids[0]
+
+    @property
+    def num_places(self) -> int:
+        """Places of max_num_seqs that it needs."""
+        return len(self.sample_ids)
 
     @property
     def num_tokens(self) -> int:
@@ -143,6 +175,23 @@ class Sequence:
         """Tokens whose keys and values are not in the blocks yet."""
         return len(self.token_ids) - self.num_computed_tokens
 
+    @property
+    def has_generated(self) -> bool:
+        """It has tokens that its owner did not give it with its spec."""
+        return self.num_output_tokens > len(self.spec.output_token_ids)
+
+    @property
+    def all_block_ids(self) -> tuple[int, ...]:
+        """Every block that it has, once: the prompt's first, then those for output, then what its other samples do not share."""
+        num_shared = self.num_tokens // self._block_size
+        return (*self.block_ids, *(block for table in self.sibling_tables for block in table[num_shared:]))
+
+    def hittable_names(self) -> list[bytes]:
+        """Prefix hashes of the leading full blocks that may come from the prefix cache: a prompt is computed for its log probabilities."""
+        if self.next_prompt_logprob < self.num_prompt_tokens:
+            return self.block_names((self.next_prompt_logprob - 1) // self._block_size)
+        return self.block_names(self.num_tokens // self._block_size)
+
     def block_names(self, num_blocks: int) -> list[bytes]:
         """Prefix hashes of the leading `num_blocks` full blocks."""
         while len(self._names) <= num_blocks:
@@ -150,8 +199,25 @@ class Sequence:
             self._names.append(block_hash(self._names[-1], self.token_ids[first : first + self._block_size]))
         return self._names[1 : num_blocks + 1]
 
+    def fork(self) -> list[Sequence]:
+        """The prompt is computed: one sequence for each sample, this one for the first. A partly used last block is the first one's, the others copy it."""
+        num_shared = self.num_tokens // self._block_size
+        source = self.block_ids[num_shared] if self.num_tokens % self._block_size else None
+        others = [self._sibling(number, table, source) for number, table in enumerate(self.sibling_tables, start=1)]
+        self.samples, self.sample_ids, self.sibling_tables = self.samples[:1], self.sample_ids[:1], []
+        return [self, *others]
+
+    def _sibling(self, number: int, table: list[int], copy_source: int | None) -> Sequence:
+        sibling = copy(self)
+        sibling.index = self.index + number
+        sibling.samples, sibling.sample_ids = self.samples[number : number + 1], self.sample_ids[number : number + 1]
+        sibling.block_ids, sibling.sibling_tables, sibling.copy_source = table, [], copy_source
+        sibling.token_ids, sibling._names = self.token_ids.copy(), self._names.copy()
+        sibling.order = (*self.order[:2], sibling.index)
+        return sibling
+
     def to(self, state: SequenceState) -> None:
         """Follows an arrow; any other move is a broken invariant, and no EngineError: nobody's answer, but the engine's end."""
         if state not in ARROWS[self.state]:
-            raise AssertionError(f"sequence {self.seq_id} cannot go from {self.state.value} to {state.value}")
+            raise AssertionError(f"sequence {self.sample_id} cannot go from {self.state.value} to {state.value}")
         self.state = state

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from engine.async_engine import SequenceStream
 from engine.errors import CapacityError, EngineDeadError
 from engine.events import Event, Finished, Preempted
 from engine.limits import EngineLimits
@@ -18,11 +19,16 @@ from tests.support.held import assert_nothing_held
 
 
 def a_spec(seq_id: str, num_prompt: int = 10, max_tokens: int = 5, kind: SequenceKind = SequenceKind.LOCAL) -> SequenceSpec:
-    return SequenceSpec(seq_id, tuple(range(num_prompt)), SamplingParams(max_tokens, 0.0, ignore_eos=True), kind)
+    return SequenceSpec(seq_id, tuple(range(num_prompt)), SamplingParams(max_tokens, temperature=0.0, ignore_eos=True), kind)
 
 
 async def until_entered(device_entered: threading.Event) -> None:
     assert await asyncio.to_thread(device_entered.wait, 10)
+
+
+async def to_the_end(stream: SequenceStream) -> None:
+    while await stream.get():
+        pass
 
 
 async def test_many_sequences_at_once_all_end() -> None:
@@ -81,15 +87,11 @@ async def test_a_device_error_reaches_every_waiter() -> None:
     device.fail_next = RuntimeError("the device is gone")
     streams = [engine.submit(a_spec(f"s{index}")) for index in range(3)]
     await until_entered(device.entered)
-    asked = asyncio.create_task(engine.report())
-    await asyncio.sleep(0)
     device.gate.set()
     async with asyncio.timeout(5):
         for stream in streams:
             with pytest.raises(EngineDeadError, match="the device is gone"):
-                await stream.get()
-        with pytest.raises(EngineDeadError):
-            await asked
+                await to_the_end(stream)
     with pytest.raises(EngineDeadError):
         await engine.report()
     with pytest.raises(EngineDeadError):

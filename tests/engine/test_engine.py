@@ -77,7 +77,7 @@ def test_a_full_hit_in_a_pool_without_a_spare_block_still_ends() -> None:
     spec = a_spec(range(7), 1)
     assert run_alone(parts, spec) == expected(range(7), 1)
     full = a_spec(range(8), 1, SequenceKind.PREFILL_ONLY, hold=False)
-    parts.engine.scheduler.max_model_len = 9
+    parts.engine.tables.max_model_len = 9
     first = run_alone(parts, full)
     assert run_alone(parts, a_spec(range(8), 1, SequenceKind.PREFILL_ONLY, hold=False)) == first
     assert_engine_empty(parts)

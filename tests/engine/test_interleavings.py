@@ -21,7 +21,7 @@ _ids = itertools.count()
 
 
 def a_spec(prompt: list[int], max_tokens: int, kind: SequenceKind, reader_id: str = "") -> SequenceSpec:
-    return SequenceSpec(f"s{next(_ids)}", tuple(prompt), SamplingParams(max_tokens, 0.0, ignore_eos=True), kind, reader_id=reader_id)
+    return SequenceSpec(f"s{next(_ids)}", tuple(prompt), SamplingParams(max_tokens, temperature=0.0, ignore_eos=True), kind, reader_id=reader_id)
 
 
 @dataclass
@@ -119,7 +119,7 @@ class World:
         if first:
             self.decode.engine.handle(calls.Drop(request.target.seq_id))
             assert self.prefill.engine.handle(calls.Confirm(source.seq_id, reserved.num_prompt_blocks)) is True
-            self.decode.engine.handle(calls.Commit(request.target.seq_id, first[0]))
+            self.decode.engine.handle(calls.Commit(request.target.seq_id, (first[0],)))
             request.committed = True
             request.tokens.append(first[0].token_id)
             release(self.prefill, source.seq_id, source.reader_id)
@@ -151,6 +151,6 @@ def test_random_interleavings_change_no_token_and_leave_nothing_held(seed: int) 
     world.run(400)
     for parts in (world.prefill, world.decode):
         assert parts.engine.report().nothing_held
-        assert parts.engine.scheduler.num_waiting_for_kv == 0
+        assert parts.engine.scheduler.num_places_waiting_for_kv == 0
         parts.kv_cache.close()
     assert world.num_ended > 0

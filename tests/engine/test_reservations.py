@@ -35,7 +35,7 @@ def hand_over(prompt: list[int] | range, prefill_parts: FakeParts, decode_parts:
         blocks = decode_parts.engine.handle(calls.Acquire("r", target.seq_id, reserved.num_cached_blocks, num_left))
         decode_parts.kv_cache.blocks[list(blocks)] = prefill_parts.kv_cache.blocks[list(source)]  # type: ignore[call-overload]
     assert prefill_parts.engine.handle(calls.Confirm(spec.seq_id, reserved.num_prompt_blocks)) is True
-    decode_parts.engine.handle(calls.Commit(target.seq_id, first))
+    decode_parts.engine.handle(calls.Commit(target.seq_id, (first,)))
     for parts, seq_id in ((prefill_parts, spec.seq_id), (decode_parts, "")):
         parts.engine.handle(calls.Drop("r"))
         parts.engine.handle(calls.Release(seq_id, 0))
@@ -121,11 +121,11 @@ def test_a_writer_is_refused_in_a_shared_block_and_after_the_commit() -> None:
     decode_parts.engine.handle(calls.Reserve(target))
     with pytest.raises(HoldBrokenError):
         decode_parts.engine.handle(calls.Acquire("w", target.seq_id, 1, 2))
-    decode_parts.engine.handle(calls.Commit(target.seq_id, SampledToken(3)))
+    decode_parts.engine.handle(calls.Commit(target.seq_id, (SampledToken(3),)))
     with pytest.raises(HoldBrokenError):
         decode_parts.engine.handle(calls.Acquire("w", target.seq_id, 2, 1))
     with pytest.raises(HoldBrokenError):
-        decode_parts.engine.handle(calls.Commit(target.seq_id, SampledToken(3)))
+        decode_parts.engine.handle(calls.Commit(target.seq_id, (SampledToken(3),)))
 
 
 def test_confirm_is_true_for_a_whole_unbroken_hold_only() -> None:
@@ -226,13 +226,13 @@ def test_a_preempted_stream_goes_on_while_reservations_keep_coming() -> None:
 def test_eos_ends_unless_ignored() -> None:
     def run(ignore: bool) -> int:
         parts = fake_parts()
-        return max(len(run_alone(parts, a_spec([each], sampling=SamplingParams(40, 0.0, ignore_eos=ignore)))) for each in range(3))
+        return max(len(run_alone(parts, a_spec([each], sampling=SamplingParams(40, temperature=0.0, ignore_eos=ignore)))) for each in range(3))
 
     assert run(True) == 40
     parts = fake_parts()
-    target = a_spec(range(4), sampling=SamplingParams(10, 0.0), kind=SequenceKind.REMOTE_KV)
+    target = a_spec(range(4), sampling=SamplingParams(10, temperature=0.0), kind=SequenceKind.REMOTE_KV)
     parts.engine.handle(calls.Reserve(target))
-    parts.engine.handle(calls.Commit(target.seq_id, SampledToken(FAKE_EOS)))
+    parts.engine.handle(calls.Commit(target.seq_id, (SampledToken(FAKE_EOS),)))
     [(_, event)] = parts.engine.take_events()
     assert isinstance(event, Finished)
     assert_engine_empty(parts)

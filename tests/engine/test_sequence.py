@@ -26,10 +26,10 @@ def test_only_the_arrows_can_be_followed(state: SequenceState, onward: SequenceS
             sequence.to(onward)
 
 
-def test_every_live_state_can_be_cancelled_and_fail() -> None:
+def test_every_live_state_can_be_cancelled() -> None:
     for state in SequenceState:
         if state not in TERMINAL:
-            assert {SequenceState.CANCELLED, SequenceState.FAILED} <= ARROWS[state]
+            assert SequenceState.CANCELLED in ARROWS[state]
 
 
 def test_names_of_blocks_differ_by_tenant_model_and_every_token_before() -> None:

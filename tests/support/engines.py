@@ -64,23 +64,33 @@ async def collect(engine: AsyncEngine, spec: SequenceSpec) -> list[Event]:
     stream = engine.submit(spec)
     events: list[Event] = []
     try:
-        while not events or not isinstance(events[-1], Finished | Failed):
+        while not has_ended(events, spec.sampling.n):
             events.extend(await stream.get())
     finally:
         engine.release(spec.seq_id)
     return events
 
 
-def token_ids(events: list[Event]) -> list[int]:
-    """All sampled tokens among events."""
-    return [token.token_id for event in events if isinstance(event, Tokens) for token in event.tokens]
+def has_ended(events: list[Event], n: int = 1) -> bool:
+    """Whether the last event of a sequence of n samples is among these."""
+    return any(isinstance(event, Failed) for event in events) or sum(isinstance(event, Finished) for event in events) == n
+
+
+def token_ids(events: list[Event], index: int = 0) -> list[int]:
+    """All sampled tokens of one sample among events."""
+    return [token.token_id for event in events if isinstance(event, Tokens) and event.index == index for token in event.tokens]
 
 
 def run_alone(parts: FakeParts, spec: SequenceSpec) -> list[int]:
-    """Drives a synchronous engine with one sequence to its end; its output tokens."""
+    """Drives a synchronous engine with one sequence to its end; the output tokens of its first sample."""
+    return token_ids(events_alone(parts, spec))
+
+
+def events_alone(parts: FakeParts, spec: SequenceSpec) -> list[Event]:
+    """The same, with all events."""
     parts.engine.handle(calls.Submit(spec))
     events: list[Event] = []
     while parts.engine.has_work:
         parts.engine.step()
         events.extend(event for seq_id, event in parts.engine.take_events() if seq_id == spec.seq_id)
-    return token_ids(events)
+    return events

@@ -73,6 +73,8 @@ class LogitsRecorder:
 
     def __init__(self, device: TorchDevice) -> None:
         self.rows: list[torch.Tensor] = []
+        self.sizes: list[int] = []
+        """Rows computed at a time."""
         self._model = device._model  # the seam between forward and sampling has no public name
         device._model = self  # type: ignore[assignment]
 
@@ -83,6 +85,7 @@ class LogitsRecorder:
         """The model's own."""
         logits = self._model.logits(hidden)
         self.rows.extend(logits.clone())
+        self.sizes.append(len(logits))
         return logits
 
 

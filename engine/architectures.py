@@ -52,15 +52,6 @@ def refuse_unsupported(config: Mapping[str, Any]) -> None:
         raise UnsupportedModelError(f"{architecture}: {reason} not supported; supported: {', '.join(SUPPORTED_ARCHITECTURES)}")
 
 
-def refuse_rope(config: Any) -> None:
-    """Looks at the position embeddings of a config that transformers has read; some families have their own names for a type. Raises UnsupportedModelError."""
-    given = config.rope_parameters or {}
-    for rope in given.values() if all(isinstance(value, dict) for value in given.values()) else (given,):
-        rope_type = rope.get("rope_type", "default")
-        if rope_type not in _ROPE_TYPES:
-            raise UnsupportedModelError(f"{config.architectures[0]}: rope type {rope_type!r} not supported; supported: {', '.join(_ROPE_TYPES)}")
-
-
 def _reasons(architecture: str, config: Mapping[str, Any]) -> Iterator[str]:
     layer_types = set(config.get("layer_types") or ())
     if config.get("is_encoder_decoder"):
@@ -84,5 +75,16 @@ def _reasons(architecture: str, config: Mapping[str, Any]) -> Iterator[str]:
         yield "this architecture"
     if config.get("use_bidirectional_attention"):
         yield "bidirectional attention"
+    allowed = ("default",) if architecture == "Phi3ForCausalLM" else _ROPE_TYPES  # transformers takes all others of Phi-3 for longrope
+    for rope_type in _rope_types(config):
+        if rope_type not in allowed:
+            yield f"rope type {rope_type!r}"
     if unknown := layer_types.difference(() if architecture in _ONE_KIND_OF_LAYER else _LAYER_TYPES):
         yield f"layers of type {', '.join(sorted(unknown))}"
+
+
+def _rope_types(config: Mapping[str, Any]) -> list[str]:
+    """One for the whole model, or one for each type of layer."""
+    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    by_layer_type = [value for value in given.values() if isinstance(value, Mapping)]
+    return [str(rope.get("rope_type", rope.get("type", "default"))) for rope in by_layer_type or [given]]

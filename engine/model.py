@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.utils.logging import disable_progress_bar
 
 from engine.activations import steady_activations
-from engine.architectures import ModelError, UnsupportedModelError, refuse_rope, refuse_unsupported
+from engine.architectures import ModelError, UnsupportedModelError, refuse_unsupported
 from engine.attention import ATTENTION_NAME, AttentionBackend, register_paged_attention
 from engine.config import Dtype
 from engine.experts import EXPERTS_NAME, register_steady_experts
@@ -79,7 +80,6 @@ def load_model(directory: Path, dtype: Dtype = "auto", device: str = "cpu") -> L
     if not any(directory.glob("*.safetensors")):
         raise ModelError(f"{directory}: no *.safetensors file")
     config = _read_config(directory)
-    refuse_rope(config)
     dtype_name = _dtype_name(raw) if dtype == "auto" else dtype
     module = _load_module(directory, config, _TORCH_DTYPES[dtype_name], device)
     return LoadedModel(
@@ -102,7 +102,7 @@ def load_model(directory: Path, dtype: Dtype = "auto", device: str = "cpu") -> L
 def _read_config(directory: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise ModelError(f"{directory / 'config.json'}: {error}") from error
 
 

@@ -10,9 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.architectures import ModelError, UnsupportedModelError
 from engine.config import ConfigError, EngineConfig
 from engine.fingerprint import model_fingerprint
-from engine.model import ModelError, UnsupportedModelError, load_model
+from engine.model import load_model
 from tests.support.tiny_models import write_tiny_model
 
 
@@ -37,23 +38,56 @@ def _edit_tensors(model: Path, add: dict[str, torch.Tensor], remove: str = "") -
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel: this architecture not supported; supported: LlamaForCausalLM, Qwen3ForCausalLM"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel: this architecture not supported; supported: LlamaForCausalLM, Qwen2"),
         ({"architectures": None}, "an unnamed architecture"),
         ({"architectures": ["T5ForConditionalGeneration"], "is_encoder_decoder": True}, "T5ForConditionalGeneration: encoder-decoder"),
         ({"architectures": ["DeepseekV3ForCausalLM"], "kv_lora_rank": 512}, "multi-head latent attention"),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, "sliding window attention"),
-        ({"use_sliding_window": True, "sliding_window": 64}, "sliding window attention"),
-        ({"layer_types": ["full_attention", "sliding_attention", "full_attention"]}, "sliding window attention"),
+        ({"architectures": ["KimiK2ForCausalLM"]}, "multi-head latent attention"),
         ({"architectures": ["LlavaForConditionalGeneration"], "vision_config": {}}, "multimodal"),
+        ({"architectures": ["Gemma3ForConditionalGeneration"], "text_config": {}}, "Gemma3ForConditionalGeneration: multimodal"),
+        ({"architectures": ["MambaForCausalLM"], "state_size": 16}, "state-space layers"),
+        ({"architectures": ["FalconMambaForCausalLM"]}, "state-space layers"),
+        ({"architectures": ["Qwen3NextForCausalLM"], "linear_num_key_heads": 4}, "linear attention"),
+        ({"layer_types": ["full_attention", "linear_attention"]}, "linear attention"),
+        ({"architectures": ["Llama4ForCausalLM"], "attention_chunk_size": 8192}, "chunked attention"),
+        ({"architectures": ["GptOssForCausalLM"]}, "attention sinks"),
+        ({"architectures": ["Gemma3ForCausalLM"], "use_bidirectional_attention": True}, "bidirectional attention"),
+        ({"architectures": ["Qwen3ForCausalLM"], "layer_types": ["full_attention", "warped_attention"]}, "layers of type warped_attention"),
+        ({"architectures": ["MistralForCausalLM"], "layer_types": ["full_attention", "sliding_attention"]}, "layers of type full_attention, sliding_attention"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantized"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}}, "rope type 'dynamic'"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "longrope"}}, "rope type 'longrope'"),
+        (
+            {"rope_parameters": None, "rope_scaling": {"type": "longrope", "factor": 2.0, "short_factor": [1] * 8, "long_factor": [2] * 8}},
+            "rope type 'longrope'",
+        ),
         ({"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn'"),
     ],
 )
 def test_models_of_other_kinds_are_refused_by_name(model: Path, changes: dict[str, Any], match: str) -> None:
     _edit_config(model, **changes)
     with pytest.raises(UnsupportedModelError, match=match):
+        load_model(model)
+
+
+@pytest.mark.parametrize("name", ["su", "yarn", "longrope"])
+def test_every_name_of_phi_3s_longrope_is_refused(tmp_path: Path, name: str) -> None:
+    model = write_tiny_model(tmp_path, "phi3")
+    _edit_config(model, rope_parameters=None, rope_scaling={"type": name, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4})
+    with pytest.raises(UnsupportedModelError, match=f"Phi3ForCausalLM: rope type '{name}'"):
+        load_model(model)
+
+
+def test_one_layer_types_rope_is_looked_at_too(tmp_path: Path) -> None:
+    rope = {"sliding_attention": {"rope_type": "default", "rope_theta": 1e4}, "full_attention": {"rope_type": "dynamic", "rope_theta": 1e6, "factor": 2.0}}
+    model = write_tiny_model(tmp_path, "gemma3_text")
+    _edit_config(model, rope_parameters=rope)
+    with pytest.raises(UnsupportedModelError, match="Gemma3ForCausalLM: rope type 'dynamic'"):
+        load_model(model)
+
+
+def test_a_config_that_transformers_refuses_is_named(model: Path) -> None:
+    _edit_config(model, hidden_size="wide")
+    with pytest.raises(ModelError, match=r"(?s)config\.json: .*hidden_size"):
         load_model(model)
 
 

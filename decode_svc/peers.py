@@ -73,14 +73,17 @@ class PrefillPeers:
         self._peers = {name: PrefillPeer(name, target, blocks, executor, settings) for name, target in targets.items()}
         self._turns = itertools.count()
 
+    def __len__(self) -> int:
+        return len(self._peers)
+
     def __contains__(self, name: str) -> bool:
         return name in self._peers
 
     def candidates(self, first: str, max_attempts: int) -> list[PrefillPeer]:
-        """The instance asked for, then others in turn, at most `max_attempts`."""
+        """The instance asked for, if one is, then others in turn, at most `max_attempts`."""
         others = [peer for name, peer in self._peers.items() if name != first]
         turn = next(self._turns) % len(others) if others else 0
-        return [self._peers[first], *others[turn:], *others[:turn]][:max_attempts]
+        return [*([self._peers[first]] if first else []), *others[turn:], *others[:turn]][:max_attempts]
 
     async def close(self) -> None:
         """Ends all calls."""

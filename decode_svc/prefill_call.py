@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 
 from decode_svc.peers import PrefillPeer
+from decode_svc.prompt_logprobs import PromptLogprobs
 from kvtransfer.errors import HandoverProtocolError
 from kvtransfer.handover import Handover
 from rpc.client import outgoing
@@ -30,17 +31,20 @@ class PrefillCall:
         """Asks for a prompt."""
         await self._write(prefill_pb2.PrefillRequest(start=start))
 
-    async def done(self, handover: Handover | None) -> prefill_pb2.PrefillDone:
-        """Passes announcements on to the hand-over until the prompt is computed; a read that fails ends the waiting."""
+    async def done(self, handover: Handover | None, logprobs: PromptLogprobs) -> prefill_pb2.PrefillDone:
+        """Passes announcements on to the hand-over, and log probabilities to their list, until the prompt is computed; a read that fails ends the waiting."""
         while True:
             response: Any = await (handover.guard(self._call.read()) if handover else self._call.read())
             step = "" if response is grpc.aio.EOF else response.WhichOneof("step")
             if step == "done":
                 done: prefill_pb2.PrefillDone = response.done
                 return done
-            if step != "kv_ready" or handover is None:
+            if step == "prompt_logprobs":
+                logprobs.take(response.prompt_logprobs.logprobs)
+            elif step == "kv_ready" and handover is not None:
+                handover.announce(response.kv_ready)
+            else:
                 raise HandoverProtocolError(f"prefill sent {step or 'its end'} before PrefillDone")
-            handover.announce(response.kv_ready)
 
     async def copied(self, handover: Handover) -> int:
         """Waits until all blocks have been read and returns their number; the end of the RPC in the meantime ends the waiting."""

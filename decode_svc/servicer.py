@@ -37,7 +37,8 @@ class DecodeServicer(decode_pb2_grpc.DecodeServiceServicer):
             if name and name not in self._pool.peers:
                 raise failed_precondition("this instance knows no such prefill instance", {"prefill_instance": name[:256]}, reason="UNKNOWN_INSTANCE")
             async with at_most(self._pool.max_request_time_s, "decode"):
-                await Generation(self._pool, Job.of(request, self._pool.engine.model), name, context).run()
+                job = Job.of(request, self._pool.engine.model, self._pool.engine.limits)
+                await Generation(self._pool, job, name, context).run()
 
     async def WatchLoad(self, request: decode_pb2.DecodeServiceWatchLoadRequest, context: AnyContext) -> None:
         """See decode.proto."""

@@ -130,6 +130,10 @@ class Handover:
             self._task.add_done_callback(lambda _: self._quarantine.leave(self._reader_id))
             self._task.cancel()
 
+    async def stopped(self) -> None:
+        """Waits until the reader can touch the blocks no more."""
+        await asyncio.wait({self._task})
+
     async def _read_all(self) -> None:
         if self.num_blocks == 0:
             return

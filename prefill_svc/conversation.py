@@ -1,4 +1,4 @@
-"""One Prefill RPC: compute, announce, first token, and the hold until decode has confirmed its copy (design rules 1 and 2)."""
+"""One Prefill RPC: compute, announce, first tokens, and the hold until decode has confirmed its copy (design rules 1 and 2)."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any
 import grpc
 
 from engine.async_engine import SequenceStream
-from engine.events import ChunkComputed, Event, Failed, Finished, Preempted, Scheduled, Tokens
-from engine.proto import token_to_proto
+from engine.events import ChunkComputed, Event, Failed, Finished, PromptLogprobs, Scheduled, Tokens
+from engine.proto import first_token_to_proto, token_to_proto
 from engine.sampling_params import SampledToken
 from kvtransfer.hold import Hold, host_of
 from prefill_svc.pool import PrefillPool
@@ -20,6 +20,7 @@ from rpc.failpoints import failpoint
 from tandem.v1 import kv_pb2, prefill_pb2
 from telemetry import spans
 from telemetry.tracing import current_context, record_span
+from worker.pieces import pieces
 from worker.progress import PromptProgress
 from worker.statuses import engine_errors, status_of
 
@@ -36,7 +37,8 @@ class Conversation:
         self._trace = current_context()
         self._hold: Hold | None = None
         self._next_request: asyncio.Future[Any] | None = None
-        self._token: SampledToken | None = None
+        self._first: dict[int, SampledToken] = {}
+        """First tokens by sample."""
         self._complete = False
         self._progress = PromptProgress()
 
@@ -89,17 +91,20 @@ class Conversation:
         match event:
             case ChunkComputed():
                 await self._announce(event.num_filled_blocks)
+            case PromptLogprobs():
+                for piece in pieces(event.logprobs):
+                    await self._write(prompt_logprobs=prefill_pb2.PromptLogprobs(logprobs=map(token_to_proto, piece)))
             case Tokens():
-                self._token = event.tokens[0]
-                self._complete = True
-            case Finished():
+                self._first[event.index] = event.tokens[0]
+                self._complete = len(self._first) == self._prompt.spec.sampling.n
+            case Finished() if self._prompt.spec.sampling.max_tokens == 0:
                 self._complete = True
             case Failed():
                 raise status_of(event.error)
             case Scheduled():
                 if self._hold is not None:
                     self._hold.allocated(event.block_ids)
-            case Preempted():
+            case _:
                 pass
 
     async def _announce(self, num_filled_blocks: int) -> None:
@@ -115,7 +120,8 @@ class Conversation:
         progress = self._progress
         progress.end()
         self._pool.metrics.request_prefill_time_seconds.observe(progress.prefill_s)
-        done = prefill_pb2.PrefillDone(
+        return prefill_pb2.PrefillDone(
+            first_tokens=[first_token_to_proto(token) for _, token in sorted(self._first.items())],
             cached_tokens=progress.cached_tokens,
             computed_tokens=progress.computed_tokens,
             num_blocks=self._hold.num_announced_blocks if self._hold else 0,
@@ -123,11 +129,6 @@ class Conversation:
             prefill_s=progress.prefill_s,
             hold_id=self._hold.hold_id if self._hold else "",
         )
-        if self._token is not None:
-            done.token_id = self._token.token_id
-            if self._token.logprob is not None:
-                done.logprob.CopyFrom(token_to_proto(self._token))
-        return done
 
     async def _confirm(self, hold: Hold) -> None:
         """Holds until decode says that its readers have finished, and answers whether the blocks were held all the while."""

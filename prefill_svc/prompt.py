@@ -35,13 +35,15 @@ def check_prompt(start: prefill_pb2.PrefillStart, pool: PrefillPool) -> Prompt:
     if num_tokens > model.max_model_len:  # in front of anything that takes time in proportion to it
         raise invalid_argument("prompt_token_ids", f"{num_tokens} tokens are over max_model_len ({model.max_model_len})")
     with engine_errors():
-        sampling = sampling_params_from_proto(start.sampling_params, vocab_size=model.vocab_size)
+        sampling = sampling_params_from_proto(start.sampling_params, vocab_size=model.vocab_size, sample_index=start.sample_index)
         prompt = token_ids_from_proto(start.prompt_token_ids, vocab_size=model.vocab_size, field="prompt_token_ids")
         output = token_ids_from_proto(start.output_token_ids, vocab_size=model.vocab_size, field="output_token_ids")
     if not prompt:
         raise invalid_argument("prompt_token_ids", "must not be empty")
     if sampling.max_tokens and len(output) >= sampling.max_tokens:
         raise invalid_argument("output_token_ids", f"holds {len(output)} tokens, max_tokens is {sampling.max_tokens}")
+    if output and sampling.n > 1:
+        raise invalid_argument("output_token_ids", f"are those of one sample, n is {sampling.n}")
     source = _choose(start, pool)
     if source is not None and sampling.max_tokens == 0:
         raise invalid_argument("transports", "must be empty when max_tokens is 0: there is nothing to hand over for")

@@ -97,7 +97,7 @@ class Conversation:
 async def test_a_hold_lasts_until_it_is_confirmed(node: PrefillNode) -> None:
     talk = await Conversation(node).start()
     done = await talk.done()
-    assert done.token_id == alone(PROMPT)[0]
+    assert [first.token_id for first in done.first_tokens] == alone(PROMPT)[:1]
     assert (done.num_blocks, done.computed_tokens, done.cached_tokens) == (NUM_BLOCKS, len(PROMPT), 0)
     assert len(done.hold_id) == 32
     assert [ready.first_block for ready in talk.ready] == [0, 2, 4, 6]
@@ -138,7 +138,8 @@ async def test_without_transports_only_the_first_token_is_wanted(node: PrefillNo
     call = node.stub.Prefill(timeout=20)
     await call.write(request)
     done = (await call.read()).done
-    assert (done.token_id, done.hold_id, done.num_blocks) == (alone(PROMPT)[0], "", 0)
+    assert [first.token_id for first in done.first_tokens] == alone(PROMPT)[:1]
+    assert (done.hold_id, done.num_blocks) == ("", 0)
     assert await call.read() is grpc.aio.EOF
     await assert_nothing_held(node.engine)
 

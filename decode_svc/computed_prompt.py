@@ -1,0 +1,98 @@
+"""A prompt that a prefill instance has computed, and the first tokens that it sampled."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from decode_svc.decode_span import DecodeSpan
+from decode_svc.generate_rpc import GenerateRpc
+from decode_svc.job import Job
+from decode_svc.pool import DecodePool
+from decode_svc.prefill_call import PrefillCall
+from decode_svc.prompt_logprobs import PromptLogprobs
+from engine.proto import first_token_from_proto, kv_layout_to_proto
+from engine.sampling_params import Finish, FinishReason, SampledToken
+from kvtransfer.errors import HandoverProtocolError
+from kvtransfer.handover import Handover
+from kvtransfer.memory import PROCESS_ID
+from rpc.failpoints import failpoint
+from tandem.v1 import decode_pb2, generation_pb2, prefill_pb2
+from telemetry import spans
+
+_PATH_NAMES = {
+    decode_pb2.PROMPT_PATH_HANDOVER: "handover",
+    decode_pb2.PROMPT_PATH_LOCAL: "local",
+    decode_pb2.PROMPT_PATH_LOCAL_FALLBACK: "local_fallback",
+    decode_pb2.PROMPT_PATH_PREFILL_ONLY: "prefill_only",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """A sample's next token, none when none is wanted, and its finish when nothing follows."""
+
+    index: int
+    tokens: tuple[SampledToken, ...]
+    finish: Finish | None
+
+
+@dataclass(frozen=True, slots=True)
+class ComputedPrompt:
+    """What prefill has told, with the number of tokens and log probabilities that were asked for."""
+
+    done: prefill_pb2.PrefillDone
+    first: tuple[FirstToken, ...]
+    """Of each of the job's samples."""
+    logprobs: Sequence[generation_pb2.TokenLogprob]
+    at_ns: int
+
+    @property
+    def ends(self) -> bool:
+        """Nothing follows in any sample."""
+        return all(first.finish is not None for first in self.first)
+
+    async def send(self, rpc: GenerateRpc, report: decode_pb2.PromptReport, decode: DecodeSpan) -> None:
+        """Sends the first tokens; the time to the first token ends here."""
+        await failpoint(spans.DECODE)
+        report.cached_tokens = self.done.cached_tokens
+        await rpc.output.prompt_logprobs(self.logprobs)
+        for first in self.first:
+            await rpc.output.send(first.index, first.tokens, prompt=report if first is self.first[0] else None, finish=first.finish)
+            decode.sent(len(first.tokens))
+        count_path(rpc.pool, report)
+
+
+def count_path(pool: DecodePool, report: decode_pb2.PromptReport) -> None:
+    """A prompt has been computed in this way."""
+    pool.metrics.prompt_path(_PATH_NAMES[report.path]).inc()
+
+
+async def ask(
+    call: PrefillCall, pool: DecodePool, job: Job, *, handover: Handover | None = None, num_cached_blocks: int = 0, transports: Sequence[str] = ()
+) -> ComputedPrompt:
+    """Has prefill compute a job's prompt. Raises AioRpcError, HandoverError, FieldError."""
+    start = job.start()
+    start.layout.CopyFrom(kv_layout_to_proto(pool.engine.model.layout))
+    start.num_cached_blocks = num_cached_blocks
+    start.transports.extend(transports)
+    start.process_id = PROCESS_ID
+    await call.start(start)
+    logprobs = PromptLogprobs(job, pool.engine.model.vocab_size)
+    done = await call.done(handover, logprobs)
+    at_ns = time.monotonic_ns()
+    logprobs.check_complete()
+    first = _first_tokens(pool, job, done)
+    pool.pace.saw(queue_s=done.queue_s, prefill_s=done.prefill_s, num_tokens=done.computed_tokens)
+    return ComputedPrompt(done, first, logprobs.entries, at_ns)
+
+
+def _first_tokens(pool: DecodePool, job: Job, done: prefill_pb2.PrefillDone) -> tuple[FirstToken, ...]:
+    model, num_wanted = pool.engine.model, job.sampling.n if job.num_left else 0
+    if len(done.first_tokens) != num_wanted:
+        raise HandoverProtocolError(f"prefill sent {len(done.first_tokens)} first tokens of {num_wanted}")
+    if not num_wanted:
+        return tuple(FirstToken(index, (), Finish(FinishReason.LENGTH)) for index in job.indices)
+    tokens = [first_token_from_proto(message, vocab_size=model.vocab_size) for message in done.first_tokens]
+    return tuple(FirstToken(index, (token,), job.finish_of_first(token, model)) for index, token in zip(job.indices, tokens, strict=True))

@@ -1,0 +1,89 @@
+"""One prompt that one prefill instance computes and whose KV is copied into blocks of this engine (design rule 2)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from decode_svc.computed_prompt import ComputedPrompt, ask
+from decode_svc.failures import AttemptFailedError, attempt_at
+from decode_svc.generate_rpc import GenerateRpc
+from decode_svc.job import Job
+from decode_svc.peers import PrefillPeer
+from decode_svc.prefill_call import PrefillCall, prefill_call
+from kvtransfer.errors import HandoverProtocolError
+from kvtransfer.handover import Destination, Handover
+from tandem.v1 import decode_pb2
+from telemetry import spans
+from telemetry.tracing import AttributeValue, record_span
+
+
+class RemotePrompt:
+    """The Prefill RPC and the reading of what it announces, both only within `asked`."""
+
+    def __init__(self, rpc: GenerateRpc, peer: PrefillPeer, job: Job, to: Destination) -> None:
+        self._rpc = rpc
+        self._peer = peer
+        self._job = job
+        self._num_cached_blocks = to.first_block
+        self._handover = Handover(to, peer.readers, rpc.pool.engine, rpc.pool.quarantine)
+        self._exposed_s = 0.0
+
+    @asynccontextmanager
+    async def asked(self) -> AsyncIterator[PrefillCall]:
+        """The call. What leaves the block is AttemptFailedError when another one may do better, StatusError, or a cancel; the copy counts for nothing then."""
+        try:
+            with attempt_at(self._peer.name, self._rpc.context), prefill_call(self._peer, self._rpc.timeout_s()) as call:
+                yield call
+        except BaseException as error:
+            self._record_span(error=error.reason if isinstance(error, AttemptFailedError) else "cancelled")
+            raise
+        finally:
+            self._handover.stop()
+
+    async def computed(self, call: PrefillCall) -> ComputedPrompt:
+        """Waits until the prompt is computed; its blocks are read meanwhile."""
+        return await ask(
+            call, self._rpc.pool, self._job, handover=self._handover, num_cached_blocks=self._num_cached_blocks, transports=tuple(self._peer.readers)
+        )
+
+    async def confirmed(self, call: PrefillCall, computed: ComputedPrompt) -> None:
+        """Waits until all blocks are here and prefill has confirmed them."""
+        done, handover = computed.done, self._handover
+        num_blocks = await call.copied(handover)
+        if done.num_blocks != num_blocks or not done.hold_id or (handover.hold_id and done.hold_id != handover.hold_id):
+            raise HandoverProtocolError(f"prefill says it announced {done.num_blocks} blocks of the hold, {num_blocks} were read")
+        await call.confirm(done.hold_id, num_blocks)
+        self._exposed_s = (time.monotonic_ns() - computed.at_ns) / 1e9
+
+    async def stopped(self) -> None:
+        """Waits, behind `asked`, until nothing of this can touch the blocks any more."""
+        await self._handover.stopped()
+
+    def record(self) -> decode_pb2.HandoverReport:
+        """Span, metrics and report of a prompt that was confirmed."""
+        record, metrics = self._handover.record, self._rpc.pool.metrics
+        wire_s = record.wire_ns / 1e9
+        if record.num_blocks:
+            metrics.kv_transfer_bytes(record.transport).inc(record.num_bytes)
+            metrics.kv_transfer_time_seconds(record.transport).observe(wire_s)
+            self._record_span()
+        return decode_pb2.HandoverReport(
+            transport=record.transport, kv_bytes=record.num_bytes, num_blocks=record.num_blocks, transfer_s=wire_s, exposed_s=self._exposed_s
+        )
+
+    def _record_span(self, error: str | None = None) -> None:
+        record = self._handover.record
+        if not record.started_ns:
+            return
+        ended_ns = record.ended_ns if error is None else time.monotonic_ns()
+        attributes: dict[str, AttributeValue] = {
+            spans.KV_BYTES: record.num_bytes,
+            spans.NUM_BLOCKS: record.num_blocks,
+            spans.KV_TRANSPORT: record.transport,
+            spans.KV_WIRE_S: record.wire_ns / 1e9,
+            spans.KV_WAIT_S: (ended_ns - record.started_ns - record.wire_ns) / 1e9,
+            spans.KV_EXPOSED_S: self._exposed_s,
+        }
+        record_span(spans.KV_TRANSFER, record.started_ns, ended_ns, parent=self._rpc.trace, attributes=attributes, error=error)

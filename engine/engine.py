@@ -279,8 +279,10 @@ class Engine:
         if sequence.spec.kind is SequenceKind.PREFILL_ONLY:
             self._take_first_tokens(sequence, tokens, at_ns)
             return
-        samples = self.scheduler.fork(sequence)
-        self._sequences.forked(samples)
+        samples = [sequence]
+        if len(sequence.samples) > 1:
+            samples = self.scheduler.fork(sequence)
+            self._sequences.forked(samples)
         for sample, token in zip(samples, tokens, strict=True):
             self._tell(sample, Tokens(sample.num_output_tokens, (token,), at_ns, sample.index))
             self._append(sample, token, at_ns)

@@ -41,8 +41,8 @@ class LiveSequences:
         return tuple(self._by_sequence.get(seq_id, ()))
 
     def forked(self, samples: list[Sequence]) -> None:
-        """A sequence is now one for each of its samples, in their order."""
-        self._by_sequence[samples[0].seq_id] = list(samples)
+        """The first of these stood for them all until now."""
+        self._by_sequence[samples[0].seq_id].extend(samples[1:])
         self._by_sample.update((each.sample_id, each) for each in samples)
 
     def remove(self, sequence: Sequence) -> None:

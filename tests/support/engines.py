@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from engine import calls
 from engine.async_engine import AsyncEngine
 from engine.engine import Engine
-from engine.events import Event, Failed, Finished, Tokens
+from engine.events import Event, Failed, Finished, PromptLogprobs, Tokens
 from engine.facts import ModelFacts
 from engine.kv_cache import HostKvCache
 from engine.limits import EngineLimits
+from engine.sampling_params import SampledToken
 from engine.sequence import SequenceSpec
 from tests.support.fake_device import FAKE_LAYOUT, VOCAB_SIZE, FakeDevice
 
@@ -78,7 +80,19 @@ def has_ended(events: list[Event], n: int = 1) -> bool:
 
 def token_ids(events: list[Event], index: int = 0) -> list[int]:
     """All sampled tokens of one sample among events."""
-    return [token.token_id for event in events if isinstance(event, Tokens) and event.index == index for token in event.tokens]
+    return [token.token_id for token in sampled_tokens(events, index)]
+
+
+def sampled_tokens(events: list[Event], index: int = 0) -> list[SampledToken]:
+    """The same with their log probabilities; positions have no gap."""
+    runs = [event for event in events if isinstance(event, Tokens) and event.index == index]
+    assert all(later.position == run.position + len(run.tokens) for run, later in pairwise(runs)), "positions have a gap"
+    return [token for run in runs for token in run.tokens]
+
+
+def prompt_logprobs(events: list[Event]) -> list[SampledToken]:
+    """All log probabilities of prompt tokens among events."""
+    return [token for event in events if isinstance(event, PromptLogprobs) for token in event.logprobs]
 
 
 def run_alone(parts: FakeParts, spec: SequenceSpec) -> list[int]:

@@ -12,10 +12,11 @@ from typing import Any
 from engine.async_engine import AsyncEngine
 from engine.build import build_engine
 from engine.config import EngineConfig
-from engine.events import Failed, Finished, Tokens
+from engine.events import Failed
 from engine.proto import sampling_params_from_proto
 from engine.sampling_params import SampledToken
 from engine.sequence import SequenceKind, SequenceSpec
+from tests.support.engines import collect, sampled_tokens
 from tests.support.live_request import request_of
 
 
@@ -32,24 +33,18 @@ class Reference:
 
     async def sampled(self, prompt: Iterable[int], **params: Any) -> list[SampledToken]:
         """Output tokens with their log probabilities, when asked for."""
+        (tokens,) = await self.samples(prompt, **params)
+        return tokens
+
+    async def samples(self, prompt: Iterable[int], **params: Any) -> list[list[SampledToken]]:
+        """The same of each of n samples."""
         request = request_of(prompt, **params)
         sampling = sampling_params_from_proto(request.sampling_params, vocab_size=self.engine.model.vocab_size)
         spec = SequenceSpec(f"reference-{next(self._keys)}", tuple(request.token_ids.ids), sampling, SequenceKind.LOCAL)
-        stream, found = self.engine.submit(spec), list[SampledToken]()
-        try:
-            while True:
-                for event in await stream.get():
-                    match event:
-                        case Tokens():
-                            found.extend(event.tokens)
-                        case Finished():
-                            return found
-                        case Failed():
-                            raise AssertionError(f"the reference failed: {event.error}")
-                        case _:
-                            pass
-        finally:
-            self.engine.release(spec.seq_id)
+        events = await collect(self.engine, spec)
+        failures = [event.error for event in events if isinstance(event, Failed)]
+        assert not failures, f"the reference failed: {failures[0]}"
+        return [sampled_tokens(events, index) for index in range(sampling.n)]
 
 
 @asynccontextmanager

@@ -15,6 +15,7 @@ from engine.kv_cache import HostKvCache, KvLayout
 from engine.model import LoadedModel, load_model
 from engine.pool_size import check_model_len, memory_bill, served_model_len
 from engine.profiling import LargestStep
+from engine.step import StepResult
 from engine.torch_device import TorchDevice
 
 _log = logging.getLogger(__name__)
@@ -45,7 +46,9 @@ def build_torch_engine_parts(config: EngineConfig) -> tuple[ModelFacts, HostKvCa
     max_model_len = served_model_len(config, model.max_position_embeddings, bill.num_blocks)
     kv_cache = HostKvCache(layout, bill.num_blocks)
     facts = ModelFacts(model.name, model.vocab_size, model.eos_token_ids, max_model_len, layout)
-    return facts, kv_cache, TorchDevice(config, model, kv_cache)
+    device = TorchDevice(config, model, kv_cache)
+    _log.info("attention backend %s, %s, batch-invariant: %s", device.attention_backend, layout.dtype, device.batch_invariant)
+    return facts, kv_cache, device
 
 
 def kv_layout(model: LoadedModel, block_size: int) -> KvLayout:
@@ -56,14 +59,19 @@ def kv_layout(model: LoadedModel, block_size: int) -> KvLayout:
 def _activation_bytes(config: EngineConfig, model: LoadedModel, layout: KvLayout) -> int:
     """Peak of the largest step on CPU, the sampler's part in it; see engine.profiling."""
     step = LargestStep(config.limits, block_size=config.block_size, vocab_size=model.vocab_size, max_positions=model.max_position_embeddings)
-    kv_cache = HostKvCache(layout, step.num_blocks)
     started_s = time.monotonic()
+    kv_cache = HostKvCache(layout, step.num_blocks)
+    device = TorchDevice(config, model, kv_cache)
     try:
-        device = TorchDevice(config, model, kv_cache)
         device.launch(step.first_plan()).result()
-        num_bytes = peak_memory_bytes(lambda: device.launch(step.plan()).result())
+        results: list[StepResult] = []
+        num_bytes = peak_memory_bytes(lambda: results.append(device.launch(step.plan()).result()))
     finally:
+        device.close()
         kv_cache.close()
+    for error in results[0].failed.values():
+        _log.warning("a part of the profiled step failed, so that the bill may be too small: %s", error)
+        break
     _log.info("profiled a step of %d tokens in %.1f s", step.num_tokens, time.monotonic() - started_s)
     return num_bytes
 

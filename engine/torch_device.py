@@ -47,7 +47,6 @@ class TorchDevice:
         self._attention = _attention_backend(config, self._pool, model, num_threads)
         # The number of threads is told there: OpenMP keeps it for each thread that calls it.
         self._thread = ThreadPoolExecutor(1, "device", initializer=torch.set_num_threads, initargs=(num_threads,))
-        _log.info("attention backend %s, %s, batch-invariant: %s", self.attention_backend, layout.dtype, self.batch_invariant)
 
     @property
     def attention_backend(self) -> str:

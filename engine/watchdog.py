@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import faulthandler
+import logging
 import sys
 import threading
 from collections.abc import Callable
+
+_log = logging.getLogger(__name__)
+_LOOKS = 5
+"""Looks in the time after which a stall is the end."""
 
 
 class Watchdog:
@@ -13,7 +18,7 @@ class Watchdog:
 
     A beat is a function that returns a number that grows while its owner makes progress, or None while its owner is idle by its own
     word. The timer runs in a thread of C that needs no GIL: when it fires, all tracebacks go to stderr and the process exits with 1.
-    One per process.
+    Whoever stands still is named in the log half way there, as far as the GIL allows. One per process.
     """
 
     def __init__(self, max_stall_s: float, beats: dict[str, Callable[[], int | None]]) -> None:
@@ -22,6 +27,7 @@ class Watchdog:
         self._max_stall_s = max_stall_s
         self._beats = beats
         self._seen: dict[str, int | None] = {}
+        self._num_looks_without_progress = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -40,14 +46,19 @@ class Watchdog:
         faulthandler.dump_traceback_later(self._max_stall_s, exit=True, file=sys.__stderr__ or sys.stderr)
 
     def _run(self) -> None:
-        while not self._stop.wait(self._max_stall_s / 5):
-            if self._all_advanced():
+        while not self._stop.wait(self._max_stall_s / _LOOKS):
+            if stalled := self._look():
+                self._num_looks_without_progress += 1
+                if self._num_looks_without_progress == _LOOKS // 2:
+                    _log.critical("no progress of %s: the process ends after %g s of it", " and ".join(stalled), self._max_stall_s)
+            else:
+                self._num_looks_without_progress = 0
                 self._arm()
 
-    def _all_advanced(self) -> bool:
-        """Every owner has moved since the last time that all of them had."""
+    def _look(self) -> list[str]:
+        """Owners that have not moved since the last time that all of them had."""
         now = {name: beat() for name, beat in self._beats.items()}
-        if any(value is not None and self._seen.get(name) == value for name, value in now.items()):
-            return False
-        self._seen = now
-        return True
+        stalled = [name for name, value in now.items() if value is not None and self._seen.get(name) == value]
+        if not stalled:
+            self._seen = now
+        return stalled

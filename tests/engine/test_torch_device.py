@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.build import build_torch_engine_parts
-from engine.config import AttentionBackendName, ConfigError, Dtype, EngineConfig
+from engine.config import AttentionBackendName, Dtype, EngineConfig
 from engine.errors import SequenceError
 from engine.model import load_model
 from engine.sampling_params import SampledToken, SamplingParams
@@ -184,18 +184,6 @@ def test_bfloat16_stays_near_float32(tmp_path: Path, kernel_cache: Path) -> None
         assert max(abs(logprobs[token_id] - logprob) for token_id, logprob in reference.top_logprobs) <= 0.05
         if reference.top_logprobs[0][1] - reference.top_logprobs[1][1] > 0.1:
             assert token.token_id == reference.token_id
-
-
-def test_a_pool_larger_than_memory_is_refused_with_the_arithmetic(tiny_llama: Path) -> None:
-    with pytest.raises(ConfigError, match=r"num_blocks: a KV pool of 1000000000 blocks x 12.0 KiB = 11.2 TiB does not fit: [\d.]+ x [\d.]+ GiB"):
-        build_torch_engine_parts(EngineConfig(tiny_llama, num_blocks=10**9))
-
-
-def test_max_model_len_beyond_pool_or_model_is_refused(tiny_llama: Path) -> None:
-    with pytest.raises(ConfigError, match="max_model_len: 400 tokens do not fit the KV pool: 20 blocks x 16 tokens = 320 tokens"):
-        build_torch_engine_parts(EngineConfig(tiny_llama, num_blocks=20, max_model_len=400))
-    with pytest.raises(ConfigError, match="max_model_len: 513 is more than the model's 512"):
-        build_torch_engine_parts(EngineConfig(tiny_llama, num_blocks=64, max_model_len=513))
 
 
 def test_facts_come_from_the_checkpoint(tiny_llama: Path, kernel_cache: Path) -> None:

@@ -190,6 +190,10 @@ def test_targets_are_a_list_of_names_and_addresses() -> None:
         (["--transports", "pigeon"], "--transports"),
         (["--block-size", "0"], "--block-size"),
         (["--dtype", "int3"], "--dtype"),
+        (["--kv-cache-memory", "4X"], "--kv-cache-memory"),
+        (["--kv-cache-memory", "-5"], "--kv-cache-memory"),
+        (["--gpu-memory-utilization", "0"], "--gpu-memory-utilization"),
+        (["--gpu-memory-utilization", "1.5"], "--gpu-memory-utilization"),
     ],
 )
 def test_bad_settings_name_their_flag(argv: list[str], flag: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -198,7 +202,39 @@ def test_bad_settings_name_their_flag(argv: list[str], flag: str, capsys: pytest
     assert flag in capsys.readouterr().err
 
 
-def test_an_engine_configuration_that_cannot_work_names_its_flag() -> None:
-    settings = load_settings(PrefillSettings, ["--model", "m", "--num-blocks", "1", "--kv-cache-memory", "1"], prog="prefill")
-    with pytest.raises(StartupError, match=r"^--num-blocks: give num_blocks or"):
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["--num-blocks", "1", "--kv-cache-memory", "1GiB"], r"^--num-blocks: give num_blocks or kv_cache_memory, not both"),
+        (["--max-num-seqs", "64", "--max-num-batched-tokens", "32", "--max-prefill-tokens-per-step", "32"], r"^--max-num-seqs: 64 sequences do not fit a step"),
+    ],
+)
+def test_an_engine_configuration_that_cannot_work_names_its_flag(argv: list[str], text: str) -> None:
+    settings = load_settings(PrefillSettings, ["--model", "m", *argv], prog="prefill")
+    with pytest.raises(StartupError, match=text):
         settings.engine_config()
+
+
+@pytest.mark.parametrize(("given", "num_bytes"), [("512MiB", 512 << 20), ("4GiB", 4 << 30), ("4G", 4 * 10**9), ("1.5gib", 3 << 29), ("1000000", 10**6)])
+def test_the_pools_size_may_be_given_in_units(given: str, num_bytes: int) -> None:
+    settings = load_settings(DecodeSettings, ["--model", "m", "--kv-cache-memory", given], prog="decode")
+    assert settings.engine_config().kv_cache_memory == num_bytes
+
+
+def test_every_size_is_a_flag_of_both_workers() -> None:
+    values = {
+        "num_blocks": 7,
+        "gpu_memory_utilization": 0.5,
+        "max_model_len": 99,
+        "block_size": 32,
+        "dtype": "float16",
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 77,
+        "max_prefill_tokens_per_step": 66,
+    }
+    argv = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
+    for cls, prog in ((PrefillSettings, "prefill"), (DecodeSettings, "decode")):
+        settings = load_settings(cls, ["--model", "m", "--served-model-name", "name", *argv], prog=prog)
+        config = settings.engine_config()
+        assert {name: getattr(config, name) for name in values} == values
+        assert settings.served_model_name == "name"

@@ -115,7 +115,8 @@ async def test_a_dead_engine_is_the_workers_end() -> None:
         request = decode_pb2.DecodeServiceGenerateRequest(prompt_token_ids=[1])
         request.sampling_params.max_tokens, request.sampling_params.seed = 4, 0
         with pytest.raises(grpc.aio.AioRpcError) as failed:
-            await decode_pb2_grpc.DecodeServiceStub(channel).Generate(request, timeout=10).read()
+            async for message in decode_pb2_grpc.DecodeServiceStub(channel).Generate(request, timeout=10):
+                assert not message.token_ids
         assert failed.value.code() is grpc.StatusCode.UNAVAILABLE
         assert not worker_is_ready(worker)
         await asyncio.wait_for(task, 10)

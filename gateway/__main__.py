@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import logging
+
 from gateway.gateway import Gateway
+from gateway.sampling_checks import check_sampling
 from gateway.served_model import ModelDirectoryError, ServedModel
 from gateway.settings import GatewaySettings
-from rpc.errors import StartupError
+from rpc.errors import StartupError, StatusError
 from rpc.server import RpcServer
 from rpc.service import ExitCode, Service, run_service
 from rpc.settings import load_settings
 from telemetry.metrics import RpcMetrics
+
+_LOG = logging.getLogger(__name__)
 
 
 async def serve(service: Service) -> None:
     """Runs the gateway until it is asked to stop."""
     settings = service.settings
     assert isinstance(settings, GatewaySettings)
-    try:
-        model = ServedModel.load(settings.model, name=settings.served_model_name, max_model_len=settings.max_model_len, num_threads=settings.tokenizer_threads)
-    except ModelDirectoryError as error:
-        raise StartupError(f"--model: {error}") from None
+    model = load_model(settings)
     server = RpcServer("gateway", host=settings.host, port=settings.port, reflection=settings.reflection, metrics=RpcMetrics())
     gateway = Gateway(
         model,
@@ -33,6 +35,26 @@ async def serve(service: Service) -> None:
     service.started()
     await service.wait_for_stop()
     await gateway.stop(settings.drain_grace_s)
+
+
+def load_model(settings: GatewaySettings) -> ServedModel:
+    """Reads the model directory and says which sampling defaults it brings along. Raises StartupError."""
+    try:
+        model = ServedModel.load(
+            settings.model,
+            name=settings.served_model_name,
+            max_model_len=settings.max_model_len,
+            num_threads=settings.tokenizer_threads,
+            generation_config=settings.generation_config,
+        )
+        check_sampling(model.defaults.as_params(), model, settings.request_limits())
+    except ModelDirectoryError as error:
+        raise StartupError(f"--model: {error}") from None
+    except StatusError as error:
+        text = f"{error.message.removeprefix('sampling_params.')}; --generation-config none leaves the file's defaults out"
+        raise StartupError(f"--model: {settings.model / 'generation_config.json'}: {text}") from None
+    _LOG.info("defaults of the model: %s", model.defaults)
+    return model
 
 
 def main() -> ExitCode:

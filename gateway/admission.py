@@ -21,7 +21,7 @@ _MIN_RETRY_S = 0.1
 
 
 class Refused(Exception):
-    """A request is not served; `reason` is QUEUE_FULL, QUEUE_TIMEOUT, NO_DECODE, NO_PREFILL or TOO_LONG, `retry_after_s` a guess from the drain rate."""
+    """A request is not served; `reason` is QUEUE_FULL, QUEUE_TIMEOUT, or a Missing; `retry_after_s` is a guess from the drain rate."""
 
     def __init__(self, reason: str, retry_after_s: float | None = None) -> None:
         super().__init__(reason)
@@ -44,6 +44,7 @@ class Ticket:
     route: Route | None = None
     refused: Refused | None = None
     num_kv_tokens: int = 0
+    num_places: int = 0
     waited_for: Waiting | None = None
     position: int = 0
     """Requests in front of it when it began to wait."""
@@ -167,7 +168,7 @@ class Admission:
             self._active.discard(ticket.key)
             self._num_active_tokens -= ticket.num_kv_tokens
             self._ledger.close(ticket.key)
-            ticket.route.decode.num_own_requests -= 1
+            ticket.route.decode.num_own_sequences -= ticket.num_places
             if ticket.prompt_pending:
                 ticket.prompt_pending = False
                 ticket.route.computing.backlog.finished(ticket.demand.num_prompt_tokens)
@@ -200,7 +201,8 @@ class Admission:
 
     def _refusal(self, demand: Demand) -> Refused | None:
         missing = self._router.missing(demand)
-        return Refused(missing.value, None if missing is Missing.TOO_LONG else _DEFAULT_RETRY_S) if missing is not None else None
+        for_ever = missing in (Missing.TOO_LONG, Missing.TOO_MANY_SAMPLES)
+        return Refused(missing.value, None if for_ever else _DEFAULT_RETRY_S) if missing is not None else None
 
     def _admit(self, ticket: Ticket) -> bool:
         route = self._place(ticket.demand)
@@ -212,7 +214,8 @@ class Admission:
         self._active.add(ticket.key)
         ticket.route, ticket.num_kv_tokens, ticket.prompt_pending = route, ticket.demand.num_kv_tokens(route.decode), True
         self._num_active_tokens += ticket.num_kv_tokens
-        route.decode.num_own_requests += 1
+        ticket.num_places = self._router.num_places(ticket.demand)
+        route.decode.num_own_sequences += ticket.num_places
         route.computing.backlog.sent(ticket.demand.num_prompt_tokens)
         self._admitted.append(self._clock())
         ticket.settled()

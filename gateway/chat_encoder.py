@@ -43,14 +43,14 @@ class ChatEncoder:
 
     def encode(self, messages: Sequence[Mapping[str, str]], *, max_tokens: int | None = None) -> list[int]:
         """Token ids of a conversation up to the assistant's turn. Raises ChatTemplateError, TooManyTokensError."""
-        marked = [{**message, "content": self._mark(message)} for message in messages]
+        marked = [{**message, "content": self._mark(index, message)} for index, message in enumerate(messages)]
         return self._encode(replace(self._rendered, _seal_match, self._template.render(marked), longest=self._longest), max_tokens)
 
-    def _mark(self, message: Mapping[str, str]) -> str:
+    def _mark(self, index: int, message: Mapping[str, str]) -> str:
         """The content with its control tokens marked. In the assistant's turns tokens that are not special, such as `</think>`, stay control."""
         content = message["content"]
         if any(mark in content for mark in (_SEAL, _OPEN, _CLOSE)):
-            raise ChatTemplateError("a message holds a noncharacter (U+FDD0 to U+FDD2)")
+            raise ChatTemplateError("a message holds a noncharacter (U+FDD0 to U+FDD2)", index)
         control = self._special if message["role"] == "assistant" else self._control
         return replace(control, lambda match: f"{_OPEN}{match[0]}{_CLOSE}", content, longest=self._longest)
 

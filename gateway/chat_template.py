@@ -37,7 +37,11 @@ _WIDE = re.compile(r"\d{5}|\*|\{[^}]*\{")
 
 
 class ChatTemplateError(Exception):
-    """The template refused the conversation, or broke its bounds; the text is for the client."""
+    """The template refused the conversation, or broke its bounds; the text is for the client. `index` is that of the message at fault, where it is one."""
+
+    def __init__(self, text: str, index: int | None = None) -> None:
+        super().__init__(text)
+        self.index = index
 
 
 class _GenerationBlock(jinja2.ext.Extension):

@@ -13,20 +13,20 @@ from typing import cast
 import grpc
 
 from gateway.admission import Admission, Refused, Ticket
-from gateway.chat_template import ChatTemplateError
-from gateway.completion import BrokenStreamError, Completion
+from gateway.answer import Answer
+from gateway.completion import BrokenStreamError
 from gateway.failures import client_status, is_short_of_room, may_go_elsewhere, refusal_status
 from gateway.limits import RequestLimits
 from gateway.permits import Permits
 from gateway.pools import Pools
 from gateway.progress import Progress
-from gateway.prompt_ids import TooManyTokensError
+from gateway.prompt import bad_words_ids, echoed_text, prompt_token_ids
+from gateway.resolved_request import ResolvedRequest, resolve
 from gateway.router import Demand, Route
 from gateway.served_model import ServedModel
-from gateway.validation import ResolvedRequest, resolve
 from rpc.client import outgoing
 from rpc.deadline import HOP_MARGIN_S, next_hop_s
-from rpc.errors import StatusError, exhausted, internal, invalid_argument
+from rpc.errors import StatusError, exhausted, internal
 from rpc.failpoints import failpoint
 from tandem.v1 import decode_pb2, decode_pb2_grpc, gateway_pb2
 from telemetry import spans
@@ -36,7 +36,7 @@ from telemetry.tracing import span
 _LOG = logging.getLogger(__name__)
 _DECODE_METHOD = "tandem.v1.DecodeService/Generate"
 _CHARS_PER_TOKEN = 20
-"""Decoding one token of a resume takes as long as encoding about this many characters."""
+"""Decoding one token, of a resume or of a prompt to be echoed, takes as long as encoding about this many characters."""
 
 DecodeCall = grpc.aio.UnaryStreamCall[decode_pb2.DecodeServiceGenerateRequest, decode_pb2.DecodeServiceGenerateResponse]
 Write = Callable[[gateway_pb2.GenerateResponse], Awaitable[None]]
@@ -100,7 +100,7 @@ class Course:
     """One request's run."""
 
     def __init__(self, parts: Parts, request: gateway_pb2.GenerateRequest, call: Call, progress: Progress) -> None:
-        self.completion: Completion | None = None
+        self.answer: Answer | None = None
         self._parts = parts
         self._permits = Permits(parts.admission)
         self._request = request
@@ -110,19 +110,18 @@ class Course:
 
     async def run(self) -> None:
         request = await self._resolve()
-        num_replayed = len(request.output_token_ids)
-        completion = await self._parts.model.tokenizer.off_the_loop(num_replayed * _CHARS_PER_TOKEN, lambda: Completion(request, self._parts.model))
-        self.completion = completion
-        if completion.finished:
-            await self._call.write(completion.ended_message())
+        answer = self.answer = await self._answer(request)
+        if answer.finished:
+            await self._call.write(answer.ended_message())
             return
-        demand = Demand(len(request.prompt_token_ids) + num_replayed, request.max_tokens - num_replayed)
+        num_replayed = len(request.output_token_ids)
+        demand = Demand(len(request.prompt_token_ids) + num_replayed, request.max_tokens - num_replayed, n=request.n)
         attempt = _Attempt(demand, self._parts.admission.next_arrival())
         while True:
             try:
                 async with self._admitted(request, attempt) as ticket:
                     route = await self._route(ticket)
-                    await self._stream(request, completion, ticket, route)
+                    await self._stream(request, answer, ticket, route)
                     return
             except _TryAgain as again:
                 attempt = replace(attempt, demand=again.demand, again=True)
@@ -132,11 +131,13 @@ class Course:
         progress.phase = "tokenize"
         with span(spans.TOKENIZE) as handle, self._parts.tokenizing():
             await failpoint(spans.TOKENIZE)
-            prompt_token_ids = await self._tokenize()
-            handle.set_attribute(spans.NUM_TOKENS, len(prompt_token_ids))
+            prompt = await prompt_token_ids(request, parts.model.tokenizer, max_tokens=parts.pools.max_model_len())
+            bad_words = await bad_words_ids(request, parts.model.tokenizer, parts.limits)
+            handle.set_attribute(spans.NUM_TOKENS, len(prompt))
         resolved = resolve(
             request,
-            prompt_token_ids,
+            prompt,
+            bad_words,
             parts.model,
             parts.limits,
             tenant=self._call.tenant,
@@ -146,19 +147,13 @@ class Course:
         progress.resolved(resolved, parts.model.name, chat=request.WhichOneof("input") == "chat")
         return resolved
 
-    async def _tokenize(self) -> list[int]:
-        tokenizer, max_tokens, form = self._parts.model.tokenizer, self._parts.pools.max_model_len(), self._request.WhichOneof("input")
-        try:
-            match form:
-                case "text":
-                    return await tokenizer.encode_text_async(self._request.text, max_tokens=max_tokens)
-                case "chat":
-                    messages = [{"role": message.role, "content": message.content} for message in self._request.chat.messages]
-                    return await tokenizer.encode_chat_async(messages, max_tokens=max_tokens)
-                case _:
-                    return list(self._request.token_ids.ids)
-        except (ChatTemplateError, TooManyTokensError) as error:
-            raise invalid_argument("chat.messages" if form == "chat" else "text", str(error)) from None
+    async def _answer(self, resolved: ResolvedRequest) -> Answer:
+        """With what a resume has had, and the prompt's text where it is echoed."""
+        request, model = self._request, self._parts.model
+        num_decoded = len(resolved.output_token_ids) + (len(resolved.prompt_token_ids) if resolved.echo else 0)
+        return await model.tokenizer.off_the_loop(
+            num_decoded * _CHARS_PER_TOKEN, lambda: Answer(resolved, model, prompt_text=echoed_text(request, resolved, model.tokenizer))
+        )
 
     @asynccontextmanager
     async def _admitted(self, request: ResolvedRequest, attempt: _Attempt) -> AsyncIterator[Ticket]:
@@ -203,7 +198,7 @@ class Course:
         self._progress.routed(route)
         return route
 
-    async def _stream(self, request: ResolvedRequest, completion: Completion, ticket: Ticket, route: Route) -> None:
+    async def _stream(self, request: ResolvedRequest, answer: Answer, ticket: Ticket, route: Route) -> None:
         """One call of decode, from its start to its end. Raises StatusError or _TryAgain."""
         message = decode_pb2.DecodeServiceGenerateRequest(
             request_id=request.request_id,
@@ -219,20 +214,21 @@ class Course:
                 stub = decode_pb2_grpc.DecodeServiceStub(self._parts.pools.decode_channel(route.decode.name))
                 call = stub.Generate(message, timeout=next_hop_s(self.remaining_s(), "route"), metadata=metadata)
                 try:
-                    await self._forward(call, completion, ticket)
+                    await self._forward(call, answer, ticket)
                 finally:
                     call.cancel()
         except grpc.aio.AioRpcError as error:
             failure = StatusError.of(error)
-            if not completion.finished:
-                raise self._after(failure, ticket) from None
+            if not answer.finished:
+                raise self._after(failure, answer, ticket) from None
             _LOG.warning("decode instance %s failed behind its last token: %s", route.decode.name, failure)
         except BrokenStreamError:
             _LOG.exception("decode instance %s broke its stream", route.decode.name)
             raise internal() from None
 
-    async def _forward(self, call: DecodeCall, completion: Completion, ticket: Ticket) -> None:
-        """Decode's messages to the client, each written before the next is read. A stop string ends the call, decode's own finish is read to the status."""
+    async def _forward(self, call: DecodeCall, answer: Answer, ticket: Ticket) -> None:
+        """Decode's messages to the client, each written before the next is read. The last sample's stop string ends the call, decode's own finish is read on
+        to the status."""
         admission, progress = self._parts.admission, self._progress
         while (message := await _read(call)) is not None:
             progress.received(message)
@@ -242,21 +238,19 @@ class Course:
                 admission.answered(ticket, None)
             if message.HasField("prompt") or message.token_ids:
                 admission.prompt_done(ticket)
-            if completion.finished:
-                continue
-            response = completion.take(message)
+            response = answer.take(message)
             if response is not None:
-                progress.sending(len(response.token_ids), completion)
+                progress.sending(response, answer)
                 await self._call.write(response)
-            if completion.stopped_by_string:
+            if answer.finished and answer.decode_goes_on:
                 return
-        if not completion.finished:
+        if not answer.finished:
             raise BrokenStreamError("it ended without a finish")
 
-    def _after(self, failure: StatusError, ticket: Ticket) -> Exception:
+    def _after(self, failure: StatusError, answer: Answer, ticket: Ticket) -> Exception:
         """What follows from a failed call."""
         progress, remaining_s = self._progress, self.remaining_s()
-        if is_short_of_room(failure) and progress.num_sent == 0:
+        if is_short_of_room(failure) and not answer.began:
             self._permits.refused_by_decode(ticket)
             return _TryAgain(ticket.demand)
         _LOG.warning("decode instance %s failed: %s", ticket.route.decode.name if ticket.route is not None else "", failure)

@@ -46,6 +46,8 @@ def refusal_status(refused: Refused) -> StatusError:
     reason, retry_after_s = refused.reason, refused.retry_after_s
     if reason == "TOO_LONG":
         return invalid_argument("sampling_params.max_tokens", "prompt and output are more than a decode instance's pool or max_total_kv_tokens can ever hold")
+    if reason == "TOO_MANY_SAMPLES":
+        return invalid_argument("sampling_params.n", "is more than any decode instance can run at once (max_num_seqs)")
     if reason in ("NO_DECODE", "NO_PREFILL"):
         return unavailable(reason, f"no {reason.removeprefix('NO_').lower()} instance is available", retry_after_s)
     text = "the queue is full" if reason == "QUEUE_FULL" else "the request waited longer than max_queue_time_s"

@@ -8,6 +8,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from gateway.admission import Admission
 from gateway.course import Parts
+from gateway.door import SERVICE, add_gateway_service, wire_limits
 from gateway.generation import Generations
 from gateway.instances import Instance, Role
 from gateway.ledger import Ledger
@@ -15,9 +16,8 @@ from gateway.limits import AdmissionLimits, RequestLimits
 from gateway.pools import Peer, Pools
 from gateway.router import Router
 from gateway.served_model import ServedModel
-from gateway.servicer import SERVICE_NAME, GatewayServicer
+from gateway.servicer import GatewayServicer
 from rpc.server import RpcServer
-from tandem.v1 import gateway_pb2_grpc
 from telemetry.metrics import GatewayMetrics
 
 
@@ -49,7 +49,7 @@ class Gateway:
         self._model = model
         self._ready: bool | None = None
         servicer = GatewayServicer(model, self.generations, self.pools, self.admission, max_request_time_s=max_request_time_s, draining=lambda: server.draining)
-        server.add(gateway_pb2_grpc.add_GatewayServiceServicer_to_server, servicer, SERVICE_NAME)
+        server.add(lambda door, listening: add_gateway_service(door, listening, wire_limits(model, request_limits)), servicer, SERVICE.full_name)
 
     async def start(self) -> int:
         """Serves and begins to watch the pools; ready once each configured pool has an available instance. Returns the port, raises StartupError."""

@@ -49,7 +49,7 @@ class Generations:
             code = grpc.StatusCode.DEADLINE_EXCEEDED if course.remaining_s() <= HOP_MARGIN_S else grpc.StatusCode.CANCELLED
             raise
         finally:
-            progress.ended(code, course.completion)
+            progress.ended(code, course.answer)
 
     def assert_nothing_held(self) -> None:
         """Raises AssertionError that names what is left."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -53,13 +54,14 @@ class Shape:
     num_blocks: int
     block_size: int
     reserve_output_tokens: int
+    max_num_seqs: int
     layout: bytes
 
     @classmethod
     def of(cls, load: load_pb2.LoadReport) -> Shape:
         """The shape in a report."""
         layout = load.layout.SerializeToString(deterministic=True)
-        return cls(load.max_model_len, load.num_blocks, load.block_size, load.reserve_output_tokens, layout)
+        return cls(load.max_model_len, load.num_blocks, load.block_size, load.reserve_output_tokens, load.max_num_seqs, layout)
 
 
 @dataclass(slots=True)
@@ -72,8 +74,8 @@ class Instance:
     shape: Shape | None = None
     reason: str = "not connected yet"
     backlog: Backlog = field(default_factory=Backlog)
-    num_own_requests: int = 0
-    """This gateway's requests that are there now."""
+    num_own_sequences: int = 0
+    """Places that this gateway's requests take there now, one a sample."""
     _own_at_report: int = 0
 
     def report(self, load: load_pb2.LoadReport, mismatch: str = "") -> None:
@@ -81,7 +83,7 @@ class Instance:
         self.load, self.shape = load, Shape.of(load)
         self.reason = mismatch or ("draining" if load.draining else "" if load.ready else "not ready")
         self.backlog.report(load.prefill_backlog_tokens)
-        self._own_at_report = self.num_own_requests
+        self._own_at_report = self.num_own_sequences
 
     def lose(self, reason: str) -> None:
         """The instance cannot be reached; what it said last is kept for status pages."""
@@ -97,12 +99,16 @@ class Instance:
         """Sequences there, by its own word and what was sent or ended since."""
         load = self.load
         reported = load.num_requests_running + load.num_requests_waiting + load.num_requests_in_handover if load is not None else 0
-        return max(self.num_own_requests, reported + self.num_own_requests - self._own_at_report, 0)
+        return max(self.num_own_sequences, reported + self.num_own_sequences - self._own_at_report, 0)
 
     @property
-    def has_place(self) -> bool:
-        """One more sequence would be computed and not wait there; the queue is at the gateway."""
-        return self.load is not None and self.num_requests < (self.load.max_num_seqs or self.num_requests + 1)
+    def max_places(self) -> float:
+        """Sequences that it can run at once, without a limit when it says none."""
+        return (self.load.max_num_seqs if self.load is not None else 0) or math.inf
+
+    def has_places(self, number: int) -> bool:
+        """So many more sequences would be computed and not wait there; the queue is at the gateway."""
+        return self.load is not None and self.num_requests + number <= self.max_places
 
     def pairs_with(self, other: Instance) -> bool:
         """Whether KV can go from one to the other: their layouts are known and equal."""

@@ -11,10 +11,20 @@ class RequestLimits:
 
     max_new_tokens: int | None = None
     """Most tokens of a completion, and its default; None: what is left of the context."""
+    max_samples: int = 16
+    """Highest n."""
     max_stop_strings: int = 16
     max_stop_string_chars: int = 256
     max_stop_token_ids: int = 256
     max_logprobs: int = 20
+    """Most alternatives of a position, in the completion and in the prompt."""
+    max_logit_biases: int = 1024
+    max_bad_words: int = 128
+    max_bad_word_chars: int = 256
+    max_bad_words_ids: int = 256
+    """Most runs of token ids, those that bad words become counted."""
+    max_bad_word_tokens: int = 64
+    """Longest of these runs."""
     max_messages: int = 1024
 
 

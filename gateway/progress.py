@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import grpc
 from opentelemetry import trace
 
-from gateway.completion import Completion
+from gateway.answer import Answer
+from gateway.resolved_request import ResolvedRequest
 from gateway.router import Route
-from gateway.validation import ResolvedRequest
-from tandem.v1 import decode_pb2, generation_pb2
+from tandem.v1 import decode_pb2, gateway_pb2, generation_pb2
 from telemetry import spans
 from telemetry.metrics import GatewayMetrics
 
@@ -30,6 +30,14 @@ FINISH_REASONS = {
 
 
 @dataclass(slots=True)
+class _Pace:
+    first: float
+    last: float
+    """When its last tokens were sent."""
+    num_tokens: int = 0
+
+
+@dataclass(slots=True)
 class Progress:
     """One request's course. Times are `time.monotonic()`."""
 
@@ -45,8 +53,8 @@ class Progress:
     queued_s: float | None = None
     """Seconds in the queue, all times that it was there; None until it was admitted."""
     _started: float = field(default_factory=time.monotonic)
-    _first_token: float | None = None
-    _last_token: float | None = None
+    _paces: dict[int, _Pace] = field(default_factory=dict)
+    """By sample."""
     _span: trace.Span = field(default_factory=trace.get_current_span)
 
     def began(self, request_id: str) -> None:
@@ -71,6 +79,8 @@ class Progress:
         }
         optional = {"temperature": spans.GEN_AI_REQUEST_TEMPERATURE, "top_p": spans.GEN_AI_REQUEST_TOP_P, "top_k": spans.GEN_AI_REQUEST_TOP_K}
         attributes |= {attribute: getattr(given, name) for name, attribute in optional.items() if given.HasField(name)}
+        if request.n > 1:
+            attributes[spans.GEN_AI_REQUEST_CHOICE_COUNT] = request.n
         # An OpenTelemetry integer has 63 bits; a seed has 64.
         self._span.set_attributes({**attributes, spans.GEN_AI_REQUEST_SEED: str(request.seed)})
 
@@ -96,44 +106,45 @@ class Progress:
                 self.trailers["tandem-kv-transport"] = message.handover.transport
             self.trailers["tandem-kv-bytes"] = str(message.handover.kv_bytes)
 
-    def sending(self, num_tokens: int, completion: Completion) -> None:
-        """Tokens go to the client now."""
-        if not num_tokens:
+    def sending(self, response: gateway_pb2.GenerateResponse, answer: Answer) -> None:
+        """A message goes to the client now."""
+        if self.phase == "prefill" and (response.token_ids or response.HasField("finish")):
+            self._prompt_computed(answer.usage())
+        if not response.token_ids:
             return
-        now = time.monotonic()
-        if self._first_token is None or self._last_token is None:
-            self._first_token = now
-            self.phase = "decode"
+        now, num_tokens = time.monotonic(), len(response.token_ids)
+        if not self.num_sent:
             self.metrics.time_to_first_token_seconds.observe(now - self._started)
-            usage = completion.usage()
-            self.metrics.prompt_tokens.inc(usage.prompt_tokens)
-            self.metrics.prompt_tokens_cached.inc(usage.cached_tokens)
             self._span.add_event(spans.FIRST_TOKEN)
-            num_gaps = num_tokens - 1
-            self._last_token = now
-        else:
-            num_gaps = num_tokens
+        pace = self._paces.setdefault(response.index, _Pace(now, now))
+        num_gaps = num_tokens if pace.num_tokens else num_tokens - 1
         for _ in range(num_gaps):
-            self.metrics.inter_token_latency_seconds.observe((now - self._last_token) / num_gaps)
-        self._last_token = now
+            self.metrics.inter_token_latency_seconds.observe((now - pace.last) / num_gaps)
+        pace.last = now
+        pace.num_tokens += num_tokens
         self.num_sent += num_tokens
         self.trailers["tandem-tokens-sent"] = str(self.num_sent)
         self.metrics.generation_tokens.inc(num_tokens)
 
-    def ended(self, code: grpc.StatusCode, completion: Completion | None) -> None:
-        """The request is over: counts it, once."""
-        finish = completion.finish if completion is not None else None
-        cancelled = code is grpc.StatusCode.CANCELLED
-        reason = "abort" if cancelled else "error" if code is not grpc.StatusCode.OK or finish is None else FINISH_REASONS[finish.finish_reason]
-        self.metrics.requests(reason, code.name).inc()
+    def _prompt_computed(self, usage: generation_pb2.Usage) -> None:
+        self.phase = "decode"
+        self.metrics.prompt_tokens.inc(usage.prompt_tokens)
+        self.metrics.prompt_tokens_cached.inc(usage.cached_tokens)
+
+    def ended(self, code: grpc.StatusCode, answer: Answer | None) -> None:
+        """The request is over: counts it, once, under its first sample's finish."""
+        reasons = [FINISH_REASONS[reason] for reason in answer.finish_reasons] if answer is not None else []
+        if code is not grpc.StatusCode.OK or not reasons:
+            reasons = ["abort" if code is grpc.StatusCode.CANCELLED else "error"]
+        self.metrics.requests(reasons[0], code.name).inc()
         if self.queued_s is not None:
             self.metrics.request_queue_time_seconds.observe(self.queued_s)
-        if completion is not None:
-            usage = completion.usage()
+        if answer is not None:
+            usage = answer.usage()
             output = {spans.GEN_AI_USAGE_OUTPUT_TOKENS: usage.completion_tokens, spans.GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS: usage.cached_tokens}
-            self._span.set_attributes({**output, spans.GEN_AI_RESPONSE_FINISH_REASONS: [reason]})
+            self._span.set_attributes({**output, spans.GEN_AI_RESPONSE_FINISH_REASONS: reasons})
         if code is grpc.StatusCode.OK:
-            now = time.monotonic()
-            self.metrics.e2e_request_latency_seconds.observe(now - self._started)
-            if self._first_token is not None and self._last_token is not None and self.num_sent > 1:
-                self.metrics.request_time_per_output_token_seconds.observe((self._last_token - self._first_token) / (self.num_sent - 1))
+            self.metrics.e2e_request_latency_seconds.observe(time.monotonic() - self._started)
+            for pace in self._paces.values():
+                if pace.num_tokens > 1:
+                    self.metrics.request_time_per_output_token_seconds.observe((pace.last - pace.first) / (pace.num_tokens - 1))

@@ -17,18 +17,22 @@ class Demand:
     num_prompt_tokens: int
     """Prompt, and tokens of a resume: all that must be computed."""
     max_new_tokens: int
+    """Of each sample."""
     excluded: frozenset[str] = frozenset()
     """Decode instances that failed it."""
+    n: int = 1
+    """Samples of the one prompt."""
 
     def num_kv_tokens(self, decode: Instance) -> int:
         """Tokens that decode reserves."""
         reserve = decode.load.reserve_output_tokens if decode.load is not None else 0
-        return self.num_prompt_tokens + min(self.max_new_tokens, reserve)
+        return self.num_prompt_tokens + self.n * min(self.max_new_tokens, reserve)
 
     def num_blocks(self, decode: Instance) -> int:
         """Forecast of the charge, without prefix hits."""
         assert decode.load is not None
-        return num_charged_blocks(self.num_prompt_tokens, self.num_kv_tokens(decode) - self.num_prompt_tokens, decode.load.block_size)
+        reserved = min(self.max_new_tokens, decode.load.reserve_output_tokens)
+        return num_charged_blocks(self.num_prompt_tokens, reserved, decode.load.block_size, n=self.n)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +54,7 @@ class Missing(Enum):
     NO_DECODE = "NO_DECODE"
     NO_PREFILL = "NO_PREFILL"
     TOO_LONG = "TOO_LONG"
+    TOO_MANY_SAMPLES = "TOO_MANY_SAMPLES"
 
 
 class Waiting(Enum):
@@ -83,7 +88,8 @@ class Router:
             return Missing.NO_DECODE
         large_enough = [decode for decode in decodes if self._could_hold(demand, decode)]
         if not large_enough:
-            return Missing.TOO_LONG
+            enough_places = any(self.num_places(demand) <= decode.max_places for decode in decodes)
+            return Missing.TOO_LONG if enough_places else Missing.TOO_MANY_SAMPLES
         return None if any(self.computing_for(decode) is not None for decode in large_enough) else Missing.NO_PREFILL
 
     def route(self, demand: Demand) -> Route | Waiting:
@@ -92,7 +98,7 @@ class Router:
         with_room = [decode for decode in decodes if self._could_hold(demand, decode) and self.num_blocks(demand, decode) <= self._ledger.room(decode.name)]
         if not with_room:
             return Waiting.KV_BLOCKS
-        with_place = [decode for decode in with_room if decode.has_place]
+        with_place = [decode for decode in with_room if decode.has_places(self.num_places(demand))]
         if not with_place:
             return Waiting.SEQUENCES
         for decode in sorted(with_place, key=lambda d: (d.num_requests, -self._ledger.room(d.name), d.name)):
@@ -104,6 +110,10 @@ class Router:
     def num_blocks(self, demand: Demand, decode: Instance) -> int:
         """What decode will reserve by forecast: nothing for at most one token, which comes from prefill."""
         return 0 if demand.max_new_tokens <= 1 and self._has_prefill_pool() else demand.num_blocks(decode)
+
+    def num_places(self, demand: Demand) -> int:
+        """Places of max_num_seqs that it takes there: one for each sample, once there is more than the first token, which comes from prefill."""
+        return 1 if demand.max_new_tokens <= 1 and self._has_prefill_pool() else demand.n
 
     def computing_for(self, decode: Instance) -> Instance | None:
         """The instance to compute a prompt for `decode`: the paired prefill instance with the least backlog, decode itself when there is no prefill pool."""
@@ -125,4 +135,5 @@ class Router:
         assert decode.load is not None, "an available instance has reported"
         fits_context = demand.num_prompt_tokens + demand.max_new_tokens <= decode.load.max_model_len
         fits_limit = self._max_total_kv_tokens is None or demand.num_kv_tokens(decode) <= self._max_total_kv_tokens
-        return fits_context and fits_limit and self.num_blocks(demand, decode) <= decode.load.num_blocks
+        fits_places = self.num_places(demand) <= decode.max_places
+        return fits_context and fits_limit and fits_places and self.num_blocks(demand, decode) <= decode.load.num_blocks

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from tokenizers import Tokenizer
 
 from gateway.chat_template import ChatTemplate, ChatTemplateError, read_chat_template
+from gateway.model_defaults import ModelDefaults
 from gateway.tokenizer import TextTokenizer, apply_config, special_tokens_of
+
+GenerationConfig = Literal["auto", "none"]
+"""Whether sampling defaults come from the model's generation_config.json; its end-of-sequence tokens always do."""
 
 
 class ModelDirectoryError(Exception):
@@ -30,17 +34,20 @@ class ServedModel:
     tokenizer: TextTokenizer
     longest_token_chars: int = 1024
     """No token stands for more characters than this; longer prompts are refused before they are tokenized."""
+    defaults: ModelDefaults = field(default_factory=ModelDefaults)
 
     @classmethod
-    def load(cls, directory: Path, *, name: str = "", max_model_len: int | None = None, num_threads: int = 2) -> ServedModel:
+    def load(
+        cls, directory: Path, *, name: str = "", max_model_len: int | None = None, num_threads: int = 2, generation_config: GenerationConfig = "auto"
+    ) -> ServedModel:
         """Reads tokenizer.json, tokenizer_config.json, config.json and generation_config.json. Raises ModelDirectoryError."""
         try:
-            return _load(directory, name, max_model_len, num_threads)
+            return _load(directory, name, max_model_len, num_threads, generation_config)
         except (ChatTemplateError, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ModelDirectoryError(f"{directory}: {type(error).__name__}: {error}") from error
 
 
-def _load(directory: Path, name: str, asked_len: int | None, num_threads: int) -> ServedModel:
+def _load(directory: Path, name: str, asked_len: int | None, num_threads: int, generation_config: GenerationConfig) -> ServedModel:
     config = _read_json(directory / "config.json", needed=True)
     config = {**config, **config.get("text_config", {})}
     tokenizer_config = _read_json(directory / "tokenizer_config.json")
@@ -48,7 +55,8 @@ def _load(directory: Path, name: str, asked_len: int | None, num_threads: int) -
     apply_config(backend, tokenizer_config)
     source = read_chat_template(directory, tokenizer_config)
     template = ChatTemplate(source, special_tokens_of(tokenizer_config)) if source is not None else None
-    eos_of = _read_json(directory / "generation_config.json").get("eos_token_id", config.get("eos_token_id"))
+    generation = _read_json(directory / "generation_config.json")
+    eos_of = generation.get("eos_token_id", config.get("eos_token_id"))
     return ServedModel(
         name=name or directory.name,
         max_model_len=_context_length(directory, config, asked_len),
@@ -56,6 +64,7 @@ def _load(directory: Path, name: str, asked_len: int | None, num_threads: int) -
         eos_token_ids=frozenset(map(int, [eos_of] if isinstance(eos_of, int) else eos_of or ())),
         tokenizer=TextTokenizer(backend, template, num_threads=num_threads),
         longest_token_chars=max(map(len, backend.get_vocab(with_added_tokens=True)), default=1),
+        defaults=ModelDefaults.of(generation) if generation_config == "auto" else ModelDefaults(),
     )
 
 

@@ -13,11 +13,11 @@ from gateway.generation import Generations
 from gateway.pools import Pools
 from gateway.served_model import ServedModel
 from gateway.status import gateway_status
+from gateway.whole_answer import WholeAnswer
 from rpc.deadline import remaining_s
 from rpc.errors import invalid_argument
 from tandem.v1 import gateway_pb2, gateway_pb2_grpc
 
-SERVICE_NAME = gateway_pb2.DESCRIPTOR.services_by_name["GatewayService"].full_name
 _TENANT = "default"
 """The tenant of requests without a credential."""
 
@@ -52,25 +52,9 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         """Returns a completion whole."""
         if not request.HasField("request"):
             raise invalid_argument("request", "must be set")
-        choice = gateway_pb2.Choice()
-        response = gateway_pb2.GenerateUnaryResponse()
-        texts: list[str] = []
-
-        async def collect(piece: gateway_pb2.GenerateResponse) -> None:
-            texts.append(piece.text)
-            choice.token_ids.extend(piece.token_ids)
-            choice.logprobs.extend(piece.logprobs)
-            response.request_id = piece.request_id
-            if piece.HasField("seed"):
-                response.seed, response.model = piece.seed, piece.model
-            if piece.HasField("finish"):
-                choice.finish.CopyFrom(piece.finish)
-                response.usage.CopyFrom(piece.usage)
-
-        await self._run(request.request, context, collect)
-        choice.text = "".join(texts)
-        response.choices.append(choice)
-        return response
+        whole = WholeAnswer()
+        await self._run(request.request, context, whole.add)
+        return whole.response()
 
     async def _run(self, request: gateway_pb2.GenerateRequest, context: Context, write: Write) -> None:
         call = Call(_TENANT, remaining_s(context, self._max_request_time_s), {}, write)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -34,6 +34,10 @@ class GatewaySettings(ServiceSettings):
     """Threads that tokenize long prompts."""
     max_new_tokens: Positive | None = None
     """Most tokens of a completion, and its default; default: what is left of the context."""
+    max_samples: Annotated[int, Field(ge=1, le=16)] = 16
+    """Highest n of a request."""
+    generation_config: Literal["auto", "none"] = "auto"
+    """Sampling defaults for what a request leaves out: auto takes those of the model's generation_config.json, none takes Tandem's own."""
     max_active_requests: Positive = 1024
     """Requests that run at the same time."""
     max_total_kv_tokens: Positive | None = None
@@ -73,7 +77,7 @@ class GatewaySettings(ServiceSettings):
 
     def request_limits(self) -> RequestLimits:
         """What one request may ask for."""
-        return RequestLimits(max_new_tokens=self.max_new_tokens)
+        return RequestLimits(max_new_tokens=self.max_new_tokens, max_samples=self.max_samples)
 
     def admission_limits(self) -> AdmissionLimits:
         """What runs and what waits."""

@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer
 from gateway.chat_encoder import ChatEncoder
 from gateway.chat_template import ChatTemplate, ChatTemplateError
 from gateway.prompt_ids import prompt_ids
+from gateway.vocabulary import Vocabulary
 
 LONG_TEXT_CHARS = 2_000
 """Texts up to this length are encoded on the event loop: that takes about a millisecond, less than a change of threads under load may."""
@@ -29,6 +30,7 @@ class TextTokenizer:
 
     def __init__(self, backend: Tokenizer, chat_template: ChatTemplate | None, *, num_threads: int = 2) -> None:
         self.backend = backend
+        self.vocabulary = Vocabulary.of(backend)
         self._chat = ChatEncoder(backend, chat_template) if chat_template is not None else None
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="tokenize")
 
@@ -76,6 +78,7 @@ def apply_config(backend: Tokenizer, config: Mapping[str, Any]) -> None:
     """
     backend.no_truncation()
     backend.no_padding()
+    backend.encode_special_tokens = True  # their text stays text: a prompt that is to have control tokens comes as a chat or as token ids
     known = {token.content for token in backend.get_added_tokens_decoder().values()}
     listed = [entry for _, entry in sorted(config.get("added_tokens_decoder", {}).items(), key=lambda item: int(item[0]))]
     backend.add_tokens([_added_token(entry) for entry in listed if entry["content"] not in known])

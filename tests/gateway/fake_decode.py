@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc
@@ -130,6 +131,29 @@ def tokens(token_ids: list[int], *, per_message: int = 1, finish: generation_pb2
             if start + per_message >= len(token_ids) and not hang:
                 piece.finish.CopyFrom(finish or generation_pb2.Finish(finish_reason=LENGTH))
             await context.write(piece)
+        if hang:
+            await asyncio.Event().wait()
+
+    return script
+
+
+def samples(
+    *token_ids: list[int], finish: generation_pb2.Finish | None = None, prompt_logprobs: Sequence[int] = (), hang: frozenset[int] = frozenset()
+) -> Script:
+    """Several samples, their tokens by turns; `prompt_logprobs` are lengths of messages in front of them. Those in `hang` do not end, nor does the call."""
+
+    async def script(_: FakeDecode, request: Request, context: Any) -> None:
+        await context.write(Response(reservation=decode_pb2.Reservation(num_charged_blocks=2, num_blocks=3)))
+        told = itertools.chain(request.prompt_token_ids[1:], itertools.repeat(0))
+        for length in prompt_logprobs:
+            await context.write(Response(prompt_logprobs=[generation_pb2.TokenLogprob(token_id=next(told), logprob=-1.0) for _ in range(length)]))
+        for position in range(max(map(len, token_ids))):
+            for index, ids in enumerate(token_ids):
+                if position < len(ids):
+                    piece = Response(index=index, token_ids=[ids[position]], position=position)
+                    if position == len(ids) - 1 and index not in hang:
+                        piece.finish.CopyFrom(finish or generation_pb2.Finish(finish_reason=LENGTH))
+                    await context.write(piece)
         if hang:
             await asyncio.Event().wait()
 

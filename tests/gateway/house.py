@@ -17,7 +17,7 @@ from gateway.pools import Peer
 from gateway.served_model import ServedModel
 from rpc.errors import StatusError
 from rpc.server import RpcServer
-from tandem.v1 import gateway_pb2, gateway_pb2_grpc
+from tandem.v1 import gateway_pb2, gateway_pb2_grpc, generation_pb2
 from tests.gateway.fake_decode import FakeDecode, FakePrefill, Script, load_report
 
 WAIT_S = 10.0
@@ -57,7 +57,7 @@ class House:
         await self.until(lambda: not self.gateway.admission.num_active and not self.gateway.admission.num_waiting)
         await self.until(lambda: all(decode.num_running == 0 for decode in self.decodes))
         self.gateway.generations.assert_nothing_held()
-        assert all(not (i.backlog.own or i.num_own_requests) for i in self.gateway.pools.instances.values())
+        assert all(not (i.backlog.own or i.num_own_sequences) for i in self.gateway.pools.instances.values())
         assert self.metric("num_requests_running") == self.metric("num_requests_waiting") == 0
 
 
@@ -77,7 +77,7 @@ async def house(
     peers = [Peer(f"d{i}", f"127.0.0.1:{await decode.server.start()}", Role.DECODE) for i, decode in enumerate(decodes)]
     peers += [Peer(f"p{i}", f"127.0.0.1:{await prefill.server.start()}", Role.PREFILL) for i, prefill in enumerate(prefills)]
     registry = CollectorRegistry()
-    served = ServedModel("m", model.max_model_len, model.vocab_size, model.eos_token_ids, model.tokenizer, model.longest_token_chars)
+    served = ServedModel("m", model.max_model_len, model.vocab_size, model.eos_token_ids, model.tokenizer, model.longest_token_chars, model.defaults)
     gateway = Gateway(
         served,
         peers,
@@ -109,7 +109,9 @@ def ask(text: str = "hello", **fields: Any) -> gateway_pb2.GenerateRequest:
         request.text = text
     for name, value in fields.items():
         attribute = getattr(request.sampling_params, name)
-        if isinstance(value, list):
+        if name == "bad_words_ids":
+            attribute.extend(generation_pb2.TokenIds(ids=run) for run in value)
+        elif isinstance(value, list):
             attribute.extend(value)
         elif isinstance(value, dict):
             attribute.update(value)

@@ -241,7 +241,7 @@ def test_a_prefill_instance_that_went_after_admission_is_replaced() -> None:
     with pytest.raises(Refused, match="NO_DECODE"):
         desk.admission.confirm(ticket)
     desk.admission.end(ticket)
-    assert all(instance.backlog.own == instance.num_own_requests == 0 for instance in desk.instances.values())
+    assert all(instance.backlog.own == instance.num_own_sequences == 0 for instance in desk.instances.values())
 
 
 def test_the_time_to_come_back_follows_the_measured_rate() -> None:
@@ -306,4 +306,4 @@ def test_whatever_happens_nothing_is_over_committed_lost_or_left(data: st.DataOb
     for ticket in live:
         desk.admission.end(ticket)
     desk.admission.assert_nothing_held()
-    assert all(instance.backlog.own == instance.num_own_requests == 0 for instance in desk.instances.values())
+    assert all(instance.backlog.own == instance.num_own_sequences == 0 for instance in desk.instances.values())

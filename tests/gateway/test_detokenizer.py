@@ -12,7 +12,7 @@ SETTINGS = settings(max_examples=150, deadline=None, suppress_health_check=[Heal
 
 
 def stream(model: ServedModel, token_ids: list[int], *, skip_special_tokens: bool = True) -> list[str]:
-    detokenizer = Detokenizer(model.tokenizer.backend, skip_special_tokens=skip_special_tokens)
+    detokenizer = Detokenizer(model.tokenizer.vocabulary, skip_special_tokens=skip_special_tokens)
     return [*(detokenizer.push(token_id) for token_id in token_ids), detokenizer.flush()]
 
 
@@ -62,9 +62,9 @@ def test_an_unfinished_character_comes_out_at_the_end_as_replacement(family: str
 def test_what_is_held_back_is_bounded(family: str, models: dict[str, ServedModel]) -> None:
     backend = models[family].tokenizer.backend
     broken = id_of(backend, "<0xFF>") if family == "llama2" else id_of(backend, "ÿ")
-    detokenizer = Detokenizer(backend, skip_special_tokens=True)
+    detokenizer = Detokenizer(models[family].tokenizer.vocabulary, skip_special_tokens=True)
     assert sum(bool(detokenizer.push(broken)) for _ in range(200)) >= 10
-    detokenizer = Detokenizer(backend, skip_special_tokens=True)
+    detokenizer = Detokenizer(models[family].tokenizer.vocabulary, skip_special_tokens=True)
     skipped = next(token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special)
     assert not any(detokenizer.push(skipped) for _ in range(500))
     assert len(detokenizer._window) < 200

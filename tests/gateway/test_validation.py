@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gateway.limits import RequestLimits
+from gateway.model_defaults import ModelDefaults
+from gateway.resolved_request import ResolvedRequest, resolve
+from gateway.sampling_checks import CHECKS
 from gateway.served_model import ServedModel
-from gateway.validation import CHECKS, ResolvedRequest, check_request, resolve
+from gateway.validation import check_request
 from rpc.errors import StatusError
 from tandem.v1 import gateway_pb2, generation_pb2
 from tests.gateway.house import ask
@@ -36,7 +40,7 @@ def problem(request: gateway_pb2.GenerateRequest, model: ServedModel, limits: Re
 
 def resolved(request: gateway_pb2.GenerateRequest, model: ServedModel, num_prompt: int = 10, limits: RequestLimits = LIMITS, **fields: Any) -> ResolvedRequest:
     check_request(request, model, limits)
-    return resolve(request, [1] * num_prompt, model, limits, **{"tenant": "t", "request_id": "r", "max_model_len": model.max_model_len, **fields})
+    return resolve(request, [1] * num_prompt, [], model, limits, **{"tenant": "t", "request_id": "r", "max_model_len": model.max_model_len, **fields})
 
 
 def test_every_sampling_parameter_of_the_proto_has_a_check() -> None:
@@ -50,16 +54,17 @@ def test_every_sampling_parameter_of_the_proto_has_a_check() -> None:
         ("top_p", [NAN, INF, 0, -1, 1.5], [0.1, 1]),
         ("top_k", [-2, -5], [-1, 0, 50]),
         ("min_p", [NAN, -0.1, 1.1], [0, 0.5, 1]),
-        ("min_tokens", [1], [0]),
-        ("n", [0, 2, 10**9], [1]),
+        ("min_tokens", [], [0, 502]),
+        ("n", [0, 17, 10**9], [1, 2, 16]),
         ("logprobs", [21, 10**9], [0, 20]),
-        ("prompt_logprobs", [0, 5], []),
-        ("presence_penalty", [NAN, 0.5, -2], [0]),
-        ("frequency_penalty", [INF, 0.5], [0]),
-        ("repetition_penalty", [NAN, 0, 1.1], [1]),
-        ("logit_bias", [{5: 1.0}], []),
-        ("allowed_token_ids", [[1]], []),
-        ("bad_words", [["x"]], []),
+        ("prompt_logprobs", [21, 10**9], [0, 20]),
+        ("presence_penalty", [NAN, INF, -2.5, 2.5], [-2, 0, 2]),
+        ("frequency_penalty", [NAN, INF, -2.5, 2.5], [-2, 0, 2]),
+        ("repetition_penalty", [NAN, INF, 0, -1], [0.01, 1, 1.1, 100]),
+        ("logit_bias", [{420: 1.0}, {5: NAN}, {5: INF}, {5: 100.5}, {5: 1.0, 6: -101}, {2**32 - 1: 0}], [{5: 1.0}, {0: -100, 419: 100}]),
+        ("allowed_token_ids", [[420], [5] * 421], [[1], [5, 5, 419]]),
+        ("bad_words", [[""], ["x", ""], ["x"] * 129, ["x" * 257]], [["x"], ["x" * 60] * 128]),
+        ("bad_words_ids", [[[]], [[1], []], [[420]], [[1] * 65], [[1]] * 257], [[[1], [2, 3]], [[1] * 64] * 256]),
         ("stop", [[""], ["a"] * 17, ["x" * 257], ["a", ""]], [["a"], ["x" * 256]]),
         ("stop_token_ids", [[420], [2**32 - 1], [1] * 257], [[419], [0]]),
         ("seed", [], [0, 2**64 - 1]),
@@ -107,6 +112,7 @@ def test_lengths_are_refused_with_the_numbers(model: ServedModel) -> None:
         (512, ask("x"), "text", ("512", "512")),
         (600, ask(token_ids=generation_pb2.TokenIds(ids=[1] * 600)), "token_ids.ids", ("600", "512")),
         (500, ask("x", max_tokens=13), "sampling_params.max_tokens", ("13", "500", "512", "12")),
+        (10, ask("x", min_tokens=503), "sampling_params.min_tokens", ("503", "502")),
         (10, ask("x", max_tokens=2, output_token_ids=[1, 2, 3]), "output_token_ids", ("3", "2")),
     ):
         with pytest.raises(StatusError) as refused:
@@ -125,7 +131,7 @@ def test_millions_of_token_ids_are_refused_without_a_look_at_each(field: str, mo
 
 def test_absent_parameters_are_resolved(model: ServedModel) -> None:
     got = resolved(ask("x"), model, 100)
-    assert (got.max_tokens, got.skip_special_tokens, got.stop_token_ids) == (412, True, model.eos_token_ids)
+    assert (got.max_tokens, got.min_tokens, got.n, got.skip_special_tokens, got.stop_token_ids) == (412, 0, 1, True, model.eos_token_ids)
     assert (got.sampling_params.max_tokens, got.sampling_params.seed) == (412, got.seed)
     assert got.seed != resolved(ask("x"), model).seed
     assert resolved(ask("x"), model, 100, max_model_len=150).max_tokens == 50
@@ -164,3 +170,59 @@ def test_the_vocabulary_is_the_models_and_not_the_tokenizers(model_dirs: dict[st
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 512}))
     resolved(ask("x", stop_token_ids=[511]), ServedModel.load(tmp_path))
+
+
+def test_parameters_that_forbid_each_other_are_refused(model: ServedModel) -> None:
+    eos = min(model.eos_token_ids)
+    for request, field in (
+        (ask("x", min_tokens=5, max_tokens=4), "sampling_params.min_tokens"),
+        (ask("x", min_tokens=1, allowed_token_ids=[eos]), "sampling_params.allowed_token_ids"),
+        (ask("x", min_tokens=1, allowed_token_ids=[7, 9, eos], stop_token_ids=[9, 7]), "sampling_params.allowed_token_ids"),
+        (ask("x", n=2, output_token_ids=[5]), "output_token_ids"),
+    ):
+        assert problem(request, model).field == field
+    for fine in (
+        ask("x", min_tokens=4, max_tokens=4),
+        ask("x", min_tokens=1, allowed_token_ids=[eos], ignore_eos=True),
+        ask("x", min_tokens=1, allowed_token_ids=[eos, 7]),
+        ask("x", allowed_token_ids=[eos]),
+        ask("x", n=1, output_token_ids=[5]),
+    ):
+        resolved(fine, model)
+
+
+def test_limits_of_an_operator_are_named(model: ServedModel) -> None:
+    error = problem(ask("x", n=3), model, RequestLimits(max_samples=2))
+    assert (error.field, error.message) == ("sampling_params.n", "sampling_params.n: must be at least 1 and at most max_samples 2, is 3")
+
+
+def test_defaults_of_the_model_fill_what_a_client_leaves_out(model: ServedModel) -> None:
+    defaults = ModelDefaults.of(
+        {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.1, "max_new_tokens": 30, "do_sample": False}
+    )
+    with_defaults = replace(model, defaults=defaults)
+    sent = resolved(ask("x", top_p=1.0, top_k=0), with_defaults).sampling_params
+    assert [round(value, 6) for value in (sent.temperature, sent.top_p, sent.top_k, sent.min_p, sent.repetition_penalty)] == [0.6, 1, 0, 0.1, 1.1]
+    assert sent.max_tokens == 30
+    assert resolved(ask("x", max_tokens=40), with_defaults).max_tokens == 40
+    assert resolved(ask("x"), with_defaults, 500).max_tokens == 12
+    assert resolved(ask("x"), with_defaults, limits=RequestLimits(max_new_tokens=20)).max_tokens == 20
+    assert not resolved(ask("x"), model).sampling_params.HasField("temperature")
+
+
+def test_a_resume_has_no_log_probabilities_of_the_prompt(model: ServedModel) -> None:
+    assert resolved(ask("x", prompt_logprobs=1), model).num_prompt_logprobs == 9
+    again = resolved(ask("x", prompt_logprobs=1, output_token_ids=[5]), model)
+    assert (again.num_prompt_logprobs, again.sampling_params.HasField("prompt_logprobs")) == (0, False)
+
+
+def test_runs_of_bad_words_stand_beside_the_clients_own(model: ServedModel) -> None:
+    request = ask("x", bad_words=["y"], bad_words_ids=[[1, 2]])
+    sent = resolve(request, [1], [[3], [4]], model, LIMITS, tenant="t", request_id="r", max_model_len=512).sampling_params
+    assert ([list(run.ids) for run in sent.bad_words_ids], list(sent.bad_words)) == ([[1, 2], [3], [4]], [])
+
+
+def test_a_huge_parameter_is_refused_by_its_length(model: ServedModel) -> None:
+    request = ask("x")
+    request.sampling_params.allowed_token_ids.extend([2**32 - 1] * 1_000_000)
+    assert problem(request, model).message.endswith("must be at most 420 token ids (the vocabulary's size), is 1000000")

@@ -1,0 +1,44 @@
+"""A streamed answer put together again, for doors that answer in one message."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from tandem.v1 import gateway_pb2
+
+
+@dataclass(slots=True)
+class WholeAnswer:
+    """Takes the pieces of a stream in order."""
+
+    _response: gateway_pb2.GenerateUnaryResponse = field(default_factory=gateway_pb2.GenerateUnaryResponse)
+    _choices: dict[int, gateway_pb2.Choice] = field(default_factory=dict)
+    _texts: dict[int, list[str]] = field(default_factory=dict)
+
+    async def add(self, piece: gateway_pb2.GenerateResponse) -> None:
+        """Takes the next piece."""
+        response = self._response
+        response.request_id = piece.request_id
+        response.prompt_logprobs.extend(piece.prompt_logprobs)
+        response.prompt_token_ids.extend(piece.prompt_token_ids)
+        if piece.HasField("seed"):
+            response.seed, response.model = piece.seed, piece.model
+        if piece.HasField("usage"):
+            response.usage.CopyFrom(piece.usage)
+        if not piece.prompt_logprobs:
+            self._add_to_choice(piece)
+
+    def response(self) -> gateway_pb2.GenerateUnaryResponse:
+        """All of it, samples in order."""
+        for index, choice in sorted(self._choices.items()):
+            choice.text = "".join(self._texts[index])
+            self._response.choices.append(choice)
+        return self._response
+
+    def _add_to_choice(self, piece: gateway_pb2.GenerateResponse) -> None:
+        choice = self._choices.setdefault(piece.index, gateway_pb2.Choice(index=piece.index))
+        self._texts.setdefault(piece.index, []).append(piece.text)
+        choice.token_ids.extend(piece.token_ids)
+        choice.logprobs.extend(piece.logprobs)
+        if piece.HasField("finish"):
+            choice.finish.CopyFrom(piece.finish)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import grpc
@@ -16,7 +15,9 @@ from engine.sequence import SequenceSpec
 from rpc.errors import StatusError
 from rpc.failpoints import configure_failpoints
 from tandem.v1 import decode_pb2
-from tests.support.cluster import Answer, Cluster, alone, open_cluster, until
+from tests.support.cluster import Cluster, alone, open_cluster, until
+from tests.support.phases import IN_PREFILL, PHASES, gate_decode, gate_prefill, open_gates
+from tests.support.running import Running
 
 PROMPT = list(range(100, 130))
 
@@ -27,49 +28,8 @@ def _no_failpoints() -> Iterator[None]:
     configure_failpoints("")
 
 
-def _failpoint(name: str) -> Callable[[Cluster], None]:
-    return lambda cluster: configure_failpoints(f"{name}=delay:30")
-
-
-def _gate_prefill(cluster: Cluster) -> None:
-    cluster.prefills[0].device.gate = threading.Event()
-
-
-def _gate_decode(cluster: Cluster) -> None:
-    cluster.decode.device.gate = threading.Event()
-
-
-# Phase: how to stop a request in it, and how to see that it is there.
-PHASES: dict[str, tuple[Callable[[Cluster], None], Callable[[Cluster], bool]]] = {
-    "reserve": (_failpoint("reserve"), lambda c: c.decode.server.num_active_rpcs == 1),
-    "prefill.queue": (_failpoint("prefill.queue"), lambda c: c.prefills[0].server.num_active_rpcs == 1),
-    "prefill": (_gate_prefill, lambda c: c.prefills[0].device.entered.is_set()),
-    "first token": (_failpoint("prefill"), lambda c: c.prefills[0].engine.load().num_in_handover == 1),
-    "kv_transfer": (_failpoint("kv_transfer"), lambda c: c.prefills[0].engine.load().num_in_handover == 1),
-    "kv.hold": (_failpoint("kv.hold"), lambda c: c.prefills[0].engine.load().num_in_handover == 1),
-    "decode": (_gate_decode, lambda c: c.decode.device.entered.is_set()),
-}
-BEFORE_CONFIRMED = [phase for phase in PHASES if phase not in ("reserve", "decode")]
-
-
-def _open_gates(cluster: Cluster) -> None:
-    for device in (cluster.decode.device, *(node.device for node in cluster.prefills)):
-        if device.gate is not None:
-            device.gate.set()
-
-
-class Running:
-    """A request on its way."""
-
-    def __init__(self, cluster: Cluster, timeout_s: float = 20.0, **params: Any) -> None:
-        self.call = cluster.decode.stub.Generate(cluster.request(PROMPT, **params), timeout=timeout_s)
-        self.answer = Answer()
-        self.task = asyncio.ensure_future(self._run())
-
-    async def _run(self) -> Answer:
-        async for response in self.call:
-            self.answer.take(response)
-        return self.answer
+def _start(cluster: Cluster, timeout_s: float = 20.0, **params: Any) -> Running:
+    return Running(cluster, cluster.request(PROMPT, **params), timeout_s)
 
 
 @pytest.mark.parametrize("transport", ["memory", "inline"])
@@ -79,7 +39,7 @@ async def test_a_client_that_leaves_in_any_phase_leaves_nothing_held(phase: str,
     arrange, reached = PHASES[phase]
     async with open_cluster(transports=[transport]) as cluster:
         arrange(cluster)
-        running = Running(cluster, timeout_s=0.6 if end == "deadline" else 20.0)
+        running = _start(cluster, timeout_s=0.6 if end == "deadline" else 20.0)
         await until(lambda: reached(cluster))
         if end == "cancel":
             running.call.cancel()
@@ -89,7 +49,7 @@ async def test_a_client_that_leaves_in_any_phase_leaves_nothing_held(phase: str,
             with pytest.raises(grpc.aio.AioRpcError) as ended:
                 await running.task
             assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        _open_gates(cluster)
+        open_gates(cluster)
         await cluster.assert_nothing_held()
         assert (await cluster.decode.engine.report()).num_late_steps == 0
         configure_failpoints("")
@@ -100,18 +60,18 @@ async def test_a_client_that_leaves_in_any_phase_leaves_nothing_held(phase: str,
 
 
 @pytest.mark.parametrize("num_prefills", [1, 2])
-@pytest.mark.parametrize("phase", BEFORE_CONFIRMED)
+@pytest.mark.parametrize("phase", IN_PREFILL)
 async def test_prefill_dying_in_any_phase_costs_no_token(phase: str, num_prefills: int) -> None:
     arrange, reached = PHASES[phase]
     async with open_cluster(num_prefills=num_prefills) as cluster:
         arrange(cluster)
-        running = Running(cluster, temperature=0.9, seed=11)
+        running = _start(cluster, temperature=0.9, seed=11)
         await until(lambda: reached(cluster))
         if phase in ("kv_transfer", "kv.hold"):
             await until(lambda: len(running.answer.token_ids) == 1)
         configure_failpoints("")
         await cluster.prefills[0].kill()
-        _open_gates(cluster)
+        open_gates(cluster)
         answer = await asyncio.wait_for(running.task, 10)
         assert answer.token_ids == alone(PROMPT, temperature=0.9, seed=11)
         last = answer.prompts[-1]
@@ -120,15 +80,15 @@ async def test_prefill_dying_in_any_phase_costs_no_token(phase: str, num_prefill
         await cluster.assert_nothing_held()
 
 
-@pytest.mark.parametrize("phase", BEFORE_CONFIRMED)
+@pytest.mark.parametrize("phase", IN_PREFILL)
 async def test_without_another_way_the_hand_over_fails_cleanly(phase: str) -> None:
     arrange, reached = PHASES[phase]
     async with open_cluster(policy=FailurePolicy(max_prefill_attempts=1, max_local_prefill_tokens=len(PROMPT) - 1)) as cluster:
         arrange(cluster)
-        running = Running(cluster)
+        running = _start(cluster)
         await until(lambda: reached(cluster))
         await cluster.prefills[0].kill()
-        _open_gates(cluster)
+        open_gates(cluster)
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await asyncio.wait_for(running.task, 10)
         status = StatusError.of(failed.value)
@@ -140,13 +100,13 @@ async def test_without_another_way_the_hand_over_fails_cleanly(phase: str) -> No
 @pytest.mark.parametrize("prefill", ["p0", ""])
 async def test_no_request_without_a_deadline_outlives_the_longest_request_time(prefill: str) -> None:
     async with open_cluster(max_request_time_s=0.4) as cluster:
-        _gate_decode(cluster)
+        gate_decode(cluster)
         with pytest.raises(grpc.aio.AioRpcError) as ended:
             async for _ in cluster.decode.stub.Generate(cluster.request(PROMPT, prefill=prefill)):
                 pass
         assert ended.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert StatusError.of(ended.value).metadata == {"phase": "decode"}
-        _open_gates(cluster)
+        open_gates(cluster)
         await cluster.assert_nothing_held()
 
 
@@ -166,10 +126,10 @@ async def test_blocks_that_others_took_between_two_attempts_are_waited_for_by_th
     """One request fits, prefill dies under it, and another one gets its blocks before it asks again: that is no failure of the hand-over."""
     policy = FailurePolicy(max_local_prefill_tokens=0)
     async with open_cluster(num_prefills=2, policy=policy, decode_options={"num_blocks": 10}) as cluster:
-        _gate_prefill(cluster)
-        running = Running(cluster)
+        gate_prefill(cluster)
+        running = _start(cluster)
         await until(lambda: cluster.prefills[0].device.entered.is_set())
-        _gate_decode(cluster)
+        gate_decode(cluster)
         other = asyncio.ensure_future(cluster.generate(cluster.request(PROMPT, prefill="")))
         await until(lambda: cluster.decode.engine.load().num_waiting == 1)
         configure_failpoints("reserve=delay:0.3")
@@ -177,7 +137,7 @@ async def test_blocks_that_others_took_between_two_attempts_are_waited_for_by_th
         await cluster.prefills[0].kill()
         await until(lambda: cluster.decode.device.entered.is_set())
         await asyncio.wait_for(asked_again.wait(), 5)  # the answer comes behind the first step of the other one
-        _open_gates(cluster)
+        open_gates(cluster)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await asyncio.wait_for(running.task, 10)
         assert StatusError.of(refused.value).reason == "NO_KV_BLOCKS"
@@ -240,7 +200,7 @@ async def test_a_prompt_that_fails_in_the_engine_is_not_computed_again_here_when
 async def test_cancels_at_random_moments_leave_nothing_held() -> None:
     async with open_cluster(transports=["memory", "inline"], prefill_options={"num_blocks": 128}, decode_options={"num_blocks": 128}) as cluster:
         for round_number in range(60):
-            running = Running(cluster, max_tokens=20)
+            running = _start(cluster, max_tokens=20)
             await asyncio.sleep(round_number * 0.0005)
             running.call.cancel()
             await asyncio.wait({running.task})
@@ -251,15 +211,15 @@ async def test_cancels_at_random_moments_leave_nothing_held() -> None:
 
 async def test_a_draining_worker_finishes_what_it_has_and_takes_no_more() -> None:
     async with open_cluster() as cluster:
-        _gate_decode(cluster)
-        running = Running(cluster)
+        gate_decode(cluster)
+        running = _start(cluster)
         await until(lambda: cluster.decode.device.entered.is_set())
         drain = asyncio.ensure_future(cluster.decode.server.drain(10))
         await until(lambda: cluster.decode.server.draining)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await cluster.generate(cluster.request(PROMPT))
         assert StatusError.of(refused.value).reason == "DRAINING"
-        _open_gates(cluster)
+        open_gates(cluster)
         assert (await running.task).token_ids == alone(PROMPT)
         assert await drain
         await cluster.assert_nothing_held()

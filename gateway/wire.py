@@ -129,6 +129,8 @@ class _Walk:
                 raise invalid_argument(path, f"is at least {total} bytes, and no more than {limit} can be of use")
 
     def _varint(self, position: int, end: int) -> tuple[int, int]:
+        if position < end and self.raw[position] < 0x80:
+            return self.raw[position], position + 1
         value = 0
         for index in range(min(_MAX_VARINT_BYTES, end - position)):
             byte = self.raw[position + index]

@@ -87,60 +87,144 @@ def test_a_free_block_cannot_be_acquired_or_filled() -> None:
         pool.mark_filled(0, None)
 
 
+def test_transferred_references_are_the_new_owners_and_nothing_is_given_back_meanwhile() -> None:
+    pool = BlockPool(4)
+    blocks = pool.allocate("sequence:a", 2)
+    pool.acquire("sequence:b", blocks[:1])
+    pool.mark_filled(blocks[0], b"1")
+    pool.transfer("sequence:a", "step:1")
+    pool.transfer("sequence:b", "step:1")
+    pool.transfer("nobody", "step:1")
+    assert pool.owners() == {"step:1": 3}
+    assert pool.find_prefix([b"1"]) == blocks[:1]
+    with pytest.raises(CapacityError, match="3 blocks needed, 2 free"):
+        pool.allocate("sequence:c", 3)
+    pool.release("sequence:a")
+    assert pool.num_held == 2
+    pool.release("step:1")
+    assert (pool.num_held, pool.num_cached, pool.num_free) == (0, 1, 3)
+    pool.check()
+
+
 class PoolMachine(RuleBasedStateMachine):
-    """Any order of calls leaves a ledger that adds up, and hits only what was filled under that name."""
+    """Any order of calls leaves what a model of three dictionaries says, and hits only what was filled under that name."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = BlockPool(6)
         self.num_owners = 0
-        self.live: list[str] = []
+        self.owners: dict[str, list[int]] = {}
+        self.filled: set[int] = set()
         self.content: dict[int, bytes] = {}
+        """Names under which blocks may be hit, as long as they are."""
+
+    def new_owner(self, kind: str, blocks: list[int]) -> None:
+        self.num_owners += 1
+        if blocks:
+            self.owners[f"{kind}:{self.num_owners}"] = blocks
+
+    def next_owner(self, kind: str) -> str:
+        return f"{kind}:{self.num_owners + 1}"
+
+    def choose(self, choice: int) -> str:
+        return list(self.owners)[choice % len(self.owners)]
 
     @rule(count=st.integers(0, 4))
     def allocate(self, count: int) -> None:
-        owner = f"sequence:{self.num_owners}"
         free = self.pool.num_allocatable
         try:
-            taken = self.pool.allocate(owner, count)
+            taken = self.pool.allocate(self.next_owner("sequence"), count)
         except CapacityError:
             assert count > free
             return
-        assert len(set(taken)) == count
+        assert len(set(taken)) == count <= free
+        assert not set(taken) & {block for blocks in self.owners.values() for block in blocks}
+        self.filled -= set(taken)
         for block in taken:
             self.content.pop(block, None)
-        self.num_owners += 1
-        self.live.append(owner)
+        self.new_owner("sequence", taken)
 
-    @precondition(lambda self: self.live)
+    @precondition(lambda self: self.owners)
+    @rule(choice=st.integers(0, 99))
+    def grow(self, choice: int) -> None:
+        owner = self.choose(choice)
+        if self.pool.num_allocatable:
+            taken = self.pool.allocate(owner, 1)
+            self.filled -= set(taken)
+            self.content.pop(taken[0], None)
+            self.owners[owner] = [*self.owners[owner], *taken]
+
+    @precondition(lambda self: self.owners)
+    @rule(choice=st.integers(0, 99), count=st.integers(1, 3))
+    def acquire(self, choice: int, count: int) -> None:
+        blocks = self.owners[self.choose(choice)][:count]
+        assert self.pool.acquire(self.next_owner("reader"), blocks) == 0
+        self.new_owner("reader", blocks)
+
+    @precondition(lambda self: self.owners)
     @rule(choice=st.integers(0, 99))
     def release(self, choice: int) -> None:
-        self.pool.release(self.live.pop(choice % len(self.live)))
+        owner = self.choose(choice)
+        self.pool.release(owner)
+        self.pool.release(owner)
+        del self.owners[owner]
 
-    @precondition(lambda self: self.live)
+    @precondition(lambda self: self.owners)
+    @rule(choice=st.integers(0, 99), onto=st.integers(0, 99), new=st.booleans())
+    def transfer(self, choice: int, onto: int, new: bool) -> None:
+        owner = self.choose(choice)
+        to = self.next_owner("step") if new else self.choose(onto)
+        free = self.pool.num_allocatable
+        self.pool.transfer(owner, to)
+        assert self.pool.num_allocatable == free
+        blocks = self.owners.pop(owner)
+        self.owners[to] = [*self.owners.get(to, []), *blocks]
+        self.num_owners += 1
+
+    @precondition(lambda self: self.owners)
     @rule(choice=st.integers(0, 99), name=st.sampled_from([b"a", b"b", b"c", None]))
     def fill(self, choice: int, name: bytes | None) -> None:
-        for block in self.pool.blocks_of(self.live[choice % len(self.live)])[:1]:
-            if not self.pool.is_filled(block):
-                self.pool.mark_filled(block, name)
-                if name is not None:
-                    self.content[block] = name
+        block = self.owners[self.choose(choice)][0]
+        if block not in self.filled:
+            self.pool.mark_filled(block, name)
+            self.filled.add(block)
+            if name is not None:
+                self.content[block] = name
 
-    @rule(name=st.sampled_from([b"a", b"b", b"c"]))
-    def hit(self, name: bytes) -> None:
-        found = self.pool.find_prefix([name])
-        if found:
-            assert self.content[found[0]] == name
-            owner = f"reader:{self.num_owners}"
-            self.num_owners += 1
-            self.pool.acquire(owner, found)
-            self.live.append(owner)
+    @precondition(lambda self: self.owners)
+    @rule(choice=st.integers(0, 99))
+    def unname(self, choice: int) -> None:
+        blocks = self.owners[self.choose(choice)]
+        self.pool.unname(blocks)
+        for block in blocks:
+            self.content.pop(block, None)
+
+    @rule(names=st.lists(st.sampled_from([b"a", b"b", b"c"]), max_size=3))
+    def hit(self, names: list[bytes]) -> None:
+        found = self.pool.find_prefix(names)
+        assert [self.content[block] for block in found] == names[: len(found)]
+        assert set(found) <= self.filled
+        held = {block for blocks in self.owners.values() for block in blocks}
+        assert self.pool.num_held_among(found) == sum(block in held for block in found)
+        assert self.pool.acquire(self.next_owner("reader"), found) == len(set(found) - held)
+        self.new_owner("reader", found)
 
     @invariant()
-    def adds_up(self) -> None:
+    def the_pool_says_what_the_model_says(self) -> None:
         self.pool.check()
+        assert self.pool.owners() == {owner: len(blocks) for owner, blocks in self.owners.items()}
+        assert all(self.pool.blocks_of(owner) == tuple(blocks) for owner, blocks in self.owners.items())
+        held = {block for blocks in self.owners.values() for block in blocks}
+        assert self.pool.num_held == len(held)
         assert self.pool.num_free + self.pool.num_cached + self.pool.num_held == self.pool.num_blocks
+        assert all(self.pool.is_filled(block) == (block in self.filled) for block in held)
+
+    def teardown(self) -> None:
+        for owner in self.owners:
+            self.pool.release(owner)
+        self.pool.check()
+        assert self.pool.num_allocatable == self.pool.num_blocks
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPoolMachine.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)

@@ -1,107 +1,107 @@
-"""Log probabilities of prompt tokens: against transformers' logits, and bit for bit against themselves in other cuts and batches."""
+"""Log probabilities of a prompt's tokens: computed for all of it, told once and in order."""
 
 from __future__ import annotations
 
-import random
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
-from engine.errors import SequenceError
-from engine.sampling_params import SampledToken
-from engine.step import Chunk, PromptRow
-from engine.torch_device import TorchDevice
-from tests.support.tiny_models import VOCAB_SIZE
-from tests.support.torch_steps import Driven, LogitsRecorder, execute, tiny_device
+from engine import calls
+from engine.events import ChunkComputed, Event, Preempted, PromptLogprobs, Scheduled, Tokens
+from engine.limits import EngineLimits
+from engine.sampling_params import SampledToken, SamplingParams
+from engine.sequence import SequenceKind
+from tests.support.engines import fake_parts, prompt_logprobs, token_ids
+from tests.support.stepping import a_spec, assert_engine_empty, drain, events_of, expected, expected_events, release, submit
 
-NUM_ALTERNATIVES = 3
-
-
-def _prompt(length: int, seed: int) -> list[int]:
-    return random.Random(seed).choices(range(3, VOCAB_SIZE), k=length)
+PARAMS = SamplingParams(4, seed=3, ignore_eos=True, prompt_logprobs=2)
 
 
-def _asking(sequence: Driven, num_tokens: int) -> Chunk:
-    """The sequence's next chunk, with what follows each of its tokens as far as the prompt goes."""
-    chunk = sequence.chunk(num_tokens)
-    following = sequence.token_ids[sequence.num_computed + 1 : sequence.num_computed + num_tokens + 1]
-    sequence.num_computed += num_tokens
-    return Chunk(chunk.seq_id, chunk.token_ids, chunk.first_position, chunk.block_table, chunk.samples, PromptRow(following, NUM_ALTERNATIVES))
+def alone(prompt: range) -> list[SampledToken]:
+    """The oracle: one chunk, nothing cached."""
+    found = prompt_logprobs(expected_events(prompt, sampling=PARAMS))
+    assert [token.token_id for token in found] == list(prompt)[1:]
+    assert all(len(token.top_logprobs) == 2 for token in found)
+    return found
 
 
-def _alone(device: TorchDevice, prompt: list[int]) -> tuple[SampledToken, ...]:
-    return execute(device, _asking(Driven("alone", prompt, tuple(range(20))), len(prompt))).prompt_logprobs[0]
+@pytest.mark.parametrize("kind", [SequenceKind.LOCAL, SequenceKind.PREFILL_ONLY])
+@pytest.mark.parametrize("length", [1, 2, 8, 9, 21])
+@pytest.mark.parametrize("n", [1, 3])
+def test_chunks_tell_every_prompt_token_but_the_first_once_and_before_any_token(kind: SequenceKind, length: int, n: int) -> None:
+    parts = fake_parts()
+    for _ in range(2):  # the second time with everything cached, which is not used
+        spec = submit(parts, a_spec(range(length), sampling=replace(PARAMS, n=n), kind=kind, hold=False))
+        events = drain(parts)[spec.seq_id]
+        assert prompt_logprobs(events) == alone(range(length))
+        assert sum(event.num_tokens for event in events if isinstance(event, ChunkComputed)) == length
+        assert [event.cached_tokens for event in events if isinstance(event, Scheduled)] == [0]
+        kinds = [type(event) for event in events if isinstance(event, PromptLogprobs | Tokens)]
+        assert kinds.index(Tokens) == sum(kind is PromptLogprobs for kind in kinds)
+    assert_engine_empty(parts)
 
 
-@pytest.fixture(params=["tiny_llama", "tiny_qwen3"])
-def model(request: pytest.FixtureRequest) -> Path:
-    """Each family's tiny checkpoint."""
-    path: Path = request.getfixturevalue(request.param)
-    return path
+def test_what_was_computed_for_log_probabilities_is_a_prefix_for_others() -> None:
+    parts = fake_parts()
+    submit(parts, a_spec(range(9), sampling=PARAMS))
+    drain(parts)
+    spec = submit(parts, a_spec(range(9)))
+    scheduled = drain(parts)[spec.seq_id][0]
+    assert isinstance(scheduled, Scheduled)
+    assert scheduled.cached_tokens == 8
+    assert_engine_empty(parts)
 
 
-def test_each_prompt_token_but_the_first_has_the_log_probability_of_transformers(model: Path, kernel_cache: Path) -> None:
-    prompt = _prompt(150, seed=1)
-    found = _alone(tiny_device(model, kernel_cache), prompt)
-    with torch.inference_mode():
-        module = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-        expected = torch.log_softmax(module(torch.tensor([prompt])).logits[0], -1)
-    assert [token.token_id for token in found] == prompt[1:]
-    for place, token in enumerate(found):
-        assert token.logprob == pytest.approx(float(expected[place, token.token_id]), abs=1e-3)
-        top = torch.topk(expected[place], NUM_ALTERNATIVES)
-        assert [logprob for _, logprob in token.top_logprobs] == pytest.approx(top.values.tolist(), abs=1e-3)
+def test_a_prompt_whose_kv_comes_from_elsewhere_uses_its_hits_and_tells_none() -> None:
+    parts = fake_parts()
+    submit(parts, a_spec(range(9)))
+    drain(parts)
+    spec = a_spec(range(9), sampling=PARAMS, kind=SequenceKind.REMOTE_KV)
+    reserved = parts.engine.handle(calls.Reserve(spec))
+    assert isinstance(reserved, calls.ReservedBlocks)
+    assert reserved.num_cached_blocks == 2
+    release(parts, spec.seq_id)
+    full = a_spec(range(8), sampling=PARAMS, kind=SequenceKind.REMOTE_KV)
+    parts.engine.handle(calls.Reserve(full))
+    first = expected(range(8), sampling=PARAMS)
+    parts.engine.handle(calls.Commit(full.seq_id, (SampledToken(first[0]),)))
+    events = drain(parts)[full.seq_id]
+    assert prompt_logprobs(events) == []
+    assert token_ids(events) == first[1:]
+    assert_engine_empty(parts)
 
 
-def test_float32_values_have_the_same_bits_in_every_cut_and_batch(model: Path, kernel_cache: Path) -> None:
-    prompt = _prompt(150, seed=2)
-    alone = _alone(tiny_device(model, kernel_cache), prompt)
-    device = tiny_device(model, kernel_cache)
-    assert device.batch_invariant
-    rng = random.Random(5)
-    for attempt in range(3):
-        subject, found = Driven("subject", prompt, tuple(range(30, 40))), list[SampledToken]()
-        while subject.num_computed < len(prompt):
-            size = min(rng.choice([1, 2, 17, 31, 65, 90]), len(prompt) - subject.num_computed)
-            lengths = rng.choices([1, 5, 40, 203], k=rng.randrange(4))
-            others = [Driven(f"other {place}", _prompt(length, place), tuple(range(60 + place * 13, 73 + place * 13))) for place, length in enumerate(lengths)]
-            chunks = [_asking(other, len(other.token_ids)) if rng.random() < 0.5 else other.chunk(len(other.token_ids)) for other in others]
-            place = rng.randrange(len(chunks) + 1)
-            chunks.insert(place, _asking(subject, size))
-            result = execute(device, *chunks)
-            assert sorted(result.prompt_logprobs) == [index for index, chunk in enumerate(chunks) if chunk.prompt is not None]
-            found.extend(result.prompt_logprobs[place])
-        assert tuple(found) == alone, f"attempt {attempt}"
+def test_a_resume_tells_none_and_uses_its_hits() -> None:
+    tokens = expected(range(9), sampling=PARAMS)
+    parts = fake_parts()
+    submit(parts, a_spec(range(9), sampling=PARAMS))
+    drain(parts)
+    spec = submit(parts, a_spec(range(9), sampling=PARAMS, output_token_ids=tuple(tokens[:2])))
+    events = drain(parts)[spec.seq_id]
+    assert prompt_logprobs(events) == []
+    assert token_ids(events) == tokens[2:]
+    assert isinstance(events[0], Scheduled)
+    assert events[0].cached_tokens == 8
+    assert_engine_empty(parts)
 
 
-def test_the_logits_of_a_long_prompt_are_never_in_memory_at_once(tiny_llama: Path, kernel_cache: Path) -> None:
-    device = tiny_device(tiny_llama, kernel_cache)
-    recorder = LogitsRecorder(device)
-    _alone(device, _prompt(200, seed=3))
-    assert max(recorder.sizes) <= 64
-    assert sum(recorder.sizes) == 200, "199 tokens of the prompt and one sample"
-
-
-def test_a_prompt_with_unusable_logits_or_an_unknown_token_fails_alone(tiny_llama: Path, kernel_cache: Path) -> None:
-    device = tiny_device(tiny_llama, kernel_cache)
-    poisoned, unknown, good = (Driven(name, _prompt(20, seed=4), (place, place + 1)) for name, place in (("poisoned", 3), ("unknown", 5), ("good", 7)))
-    device._blocks[3] = 0xFF  # NaN in every element of a block that the sequence reads
-    poisoned.num_computed = 16
-    beyond = Chunk("unknown", unknown.token_ids[:4], 0, unknown.block_table, (), PromptRow([1, 2, 3, VOCAB_SIZE], 0))
-    result = execute(device, _asking(poisoned, 4), beyond, _asking(good, 20))
-    assert sorted(result.failed) == [0, 1]
-    assert all(isinstance(error, SequenceError) for error in result.failed.values())
-    assert [len(tokens) for tokens in result.sampled] == [0, 0, 1]
-    assert list(result.prompt_logprobs) == [2]
-    assert result.prompt_logprobs[2] == _alone(tiny_device(tiny_llama, kernel_cache), good.token_ids)
-
-
-def test_a_chunk_may_ask_for_fewer_than_its_tokens_or_for_none(tiny_llama: Path, kernel_cache: Path) -> None:
-    device = tiny_device(tiny_llama, kernel_cache)
-    prompt = _prompt(20, seed=6)
-    none, some = (Chunk("a", prompt, 0, (place, place + 1), (), PromptRow(targets, 0)) for place, targets in ((1, []), (3, prompt[1:6])))
-    result = execute(device, none, some)
-    assert [len(result.prompt_logprobs[index]) for index in (0, 1)] == [0, 5]
-    assert all(token.top_logprobs == () for token in result.prompt_logprobs[1])
+@pytest.mark.parametrize("chunk", [1, 3, 5])
+@pytest.mark.parametrize("length", [10, 16])
+def test_none_is_told_twice_when_the_prompt_is_preempted_on_its_way(chunk: int, length: int) -> None:
+    limits = EngineLimits(max_num_seqs=8, max_num_batched_tokens=32, max_prefill_tokens_per_step=chunk, reserve_output_tokens=1)
+    parts = fake_parts(num_blocks=1 + -(-(length + 1) // 4), max_model_len=20, limits=limits)
+    old = submit(parts, a_spec(range(100, 103), 6))  # its fifth token needs a second block
+    while not token_ids(events_of(parts).get(old.seq_id, [])):
+        assert parts.engine.step()
+    spec = submit(parts, a_spec(range(length), sampling=PARAMS))
+    events: list[Event] = []
+    while parts.engine.step():
+        parts.engine.check()
+        events.extend(events_of(parts).get(spec.seq_id, []))
+    first = next(index for index, event in enumerate(events) if isinstance(event, Preempted))
+    assert len(prompt_logprobs(events[:first])) == chunk
+    assert prompt_logprobs(events) == alone(range(length))
+    assert token_ids(events) == expected(range(length), sampling=PARAMS)
+    num_hit = chunk // 4 * 4  # what was told needs not be computed again
+    assert sum(event.num_tokens for event in events[first:] if isinstance(event, ChunkComputed)) == length - num_hit
+    assert_engine_empty(parts)

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from cli.errors import UserError
 from cli.generation import Generation, chat_request, told
+from cli.sample_writer import SampleWriter
 from rpc.channels import control_channel
 from rpc.errors import StatusError
 from tandem.v1 import gateway_pb2, generation_pb2
@@ -29,6 +30,7 @@ class GenerateOptions:
     sampling: generation_pb2.SamplingParams
     model: str = ""
     timeout_s: float | None = None
+    echo: bool = False
 
 
 async def generate(prompt: str, options: GenerateOptions, *, raw: bool, write: Write, console: Console) -> None:
@@ -37,10 +39,10 @@ async def generate(prompt: str, options: GenerateOptions, *, raw: bool, write: W
         request = gateway_pb2.GenerateRequest(model=options.model, text=prompt, sampling_params=options.sampling)
     else:
         request = chat_request(_with_system(options.system, [("user", prompt)]), options.sampling, model=options.model)
+    request.echo = options.echo
     generation = Generation(request)
     async with control_channel(options.target) as channel:
         await _stream(generation, channel, options, write)
-    write("\n")
     _print_summary(generation, console)
 
 
@@ -49,13 +51,13 @@ def _with_system(system: str | None, turns: list[tuple[str, str]]) -> list[tuple
 
 
 async def _stream(generation: Generation, channel: grpc.aio.Channel, options: GenerateOptions, write: Write) -> None:
+    out = SampleWriter(options.sampling.n or 1, write)
     try:
         async with aclosing(generation.stream(channel, timeout_s=options.timeout_s)) as pieces:
             async for piece in pieces:
-                write(piece)
+                out.add(piece)
     except StatusError as error:
-        if generation.text:
-            write("\n")
+        out.break_off()
         raise told(error, options.target) from None
 
 
@@ -117,7 +119,6 @@ class Chat:
         generation = Generation(chat_request(_with_system(self._options.system, turns), self._options.sampling, model=self._options.model))
         try:
             runner.run(_stream(generation, channel, self._options, self._write))
-            self._write("\n")
             _print_summary(generation, self._console)
         except KeyboardInterrupt:
             self._write("\n")

@@ -30,6 +30,15 @@ def chat_request(
     return gateway_pb2.GenerateRequest(request_id=request_id, model=model, chat=gateway_pb2.ChatMessages(messages=turns), sampling_params=sampling)
 
 
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one message adds to one sample; the last one of a sample is marked."""
+
+    index: int
+    text: str
+    last: bool
+
+
 @dataclass(slots=True)
 class Generation:
     """A call and its measurements; times are time.monotonic() seconds. `stream` is consumed once."""
@@ -39,31 +48,31 @@ class Generation:
     first_token: float | None = None
     ended: float | None = None
     gaps_s: list[float] = field(default_factory=list)
-    """Time from each message with tokens to the next."""
+    """Time from each message with tokens to the same sample's next."""
     num_output_tokens: int = 0
-    text: str = ""
+    texts: dict[int, str] = field(default_factory=dict)
+    """By sample."""
     usage: generation_pb2.Usage | None = None
     finish: generation_pb2.Finish | None = None
+    """Of the sample that ended last."""
     trailers: Mapping[str, str] = field(default_factory=dict)
     """Trailing metadata whose keys start with tandem-, without that prefix."""
+    _last: dict[int, float] = field(default_factory=dict)
+    """When a sample's last tokens came."""
 
-    async def stream(self, channel: grpc.aio.Channel, *, timeout_s: float | None = None) -> AsyncGenerator[str, None]:
-        """Yields text as it comes. Raises StatusError. Leaving it early, by any way, cancels the call: close it, since `break` alone does not."""
+    async def stream(self, channel: grpc.aio.Channel, *, timeout_s: float | None = None) -> AsyncGenerator[Piece, None]:
+        """Yields text as it comes, and each sample's end. Raises StatusError.
+
+        Leaving it early, by any way, cancels the call: close it, since `break` alone does not.
+        """
         stub: Any = gateway_pb2_grpc.GatewayServiceStub(channel)
         self.started = time.monotonic()
         call = stub.Generate(self.request, timeout=timeout_s)
         try:
-            last = None
             async for response in call:
-                if response.token_ids:
-                    last = self._note_tokens(len(response.token_ids), last)
-                if response.HasField("finish"):
-                    self.finish = response.finish
-                if response.HasField("usage"):
-                    self.usage = response.usage
-                if response.text:
-                    self.text += response.text
-                    yield response.text
+                piece = self._take(response)
+                if piece.text or piece.last:
+                    yield piece
             self.ended = time.monotonic()
             self.trailers = _tandem_trailers(await call.trailing_metadata())
         except grpc.aio.AioRpcError as error:
@@ -73,14 +82,29 @@ class Generation:
         finally:
             call.cancel()
 
-    def _note_tokens(self, num_tokens: int, last: float | None) -> float:
+    def _take(self, response: gateway_pb2.GenerateResponse) -> Piece:
+        if response.token_ids:
+            self._note_tokens(response.index, len(response.token_ids))
+        if response.HasField("finish"):
+            self.finish = response.finish
+        if response.HasField("usage"):
+            self.usage = response.usage
+        self.texts[response.index] = self.texts.get(response.index, "") + response.text
+        return Piece(response.index, response.text, response.HasField("finish"))
+
+    def _note_tokens(self, index: int, num_tokens: int) -> None:
         now = time.monotonic()
         self.num_output_tokens += num_tokens
-        if last is None:
+        if self.first_token is None:
             self.first_token = now
-        else:
-            self.gaps_s.append(now - last)
-        return now
+        if index in self._last:
+            self.gaps_s.append(now - self._last[index])
+        self._last[index] = now
+
+    @property
+    def text(self) -> str:
+        """The first sample's."""
+        return self.texts.get(0, "")
 
     @property
     def ttft_s(self) -> float | None:

@@ -111,12 +111,37 @@ def generate(
     temperature: Temperature = 0.7,
     top_p: TopP = 0.95,
     seed: Seed = None,
+    n: Annotated[int | None, typer.Option("--n", min=1, help="Samples; the first streams, the others follow below.", show_default=False)] = None,
+    min_tokens: Annotated[int | None, typer.Option(min=0, help="Neither end nor stop within so many tokens.", show_default=False)] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Text that ends the answer. May be repeated.", show_default=False)] = None,
+    presence_penalty: Annotated[float | None, typer.Option(help="Against tokens that were generated already, -2 to 2.", show_default=False)] = None,
+    frequency_penalty: Annotated[float | None, typer.Option(help="The same for each time that they were.", show_default=False)] = None,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Against tokens of prompt and answer; above 1 discourages.", show_default=False)] = None,
+    logit_bias: Annotated[list[str] | None, typer.Option(help="ID=VALUE added to a token's logit. May be repeated.", show_default=False)] = None,
+    bad_word: Annotated[list[str] | None, typer.Option(help="Text that may not be generated. May be repeated.", show_default=False)] = None,
+    echo: Annotated[bool, typer.Option("--echo", help="Begin with the prompt.")] = False,
     timeout_s: Timeout = None,
 ) -> None:
     """Streams the answer to one prompt."""
-    from cli.generate import generate_to_stdout
+    from dataclasses import replace
 
-    generate_to_stdout(prompt, _options(gateway, model, system, max_tokens, temperature, top_p, seed, timeout_s), raw=raw)
+    from cli.generate import generate_to_stdout
+    from cli.sampling import sampling_params
+
+    options = _options(gateway, model, system, max_tokens, temperature, top_p, seed, timeout_s)
+    options.sampling.MergeFrom(
+        sampling_params(
+            n=n,
+            min_tokens=min_tokens,
+            stop=stop,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            repetition_penalty=repetition_penalty,
+            logit_bias=logit_bias or (),
+            bad_words=bad_word,
+        )
+    )
+    generate_to_stdout(prompt, replace(options, echo=echo), raw=raw)
 
 
 @app.command()

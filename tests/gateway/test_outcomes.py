@@ -41,6 +41,21 @@ async def test_refusals_name_the_field_and_reach_no_worker(model: ServedModel) -
         assert h.metric("requests_total", finished_reason="error", grpc_code="INVALID_ARGUMENT") == 5
 
 
+async def test_a_conversation_that_the_template_refuses_names_where(models: dict[str, ServedModel]) -> None:
+    def chat(*turns: tuple[str, str]) -> gateway_pb2.GenerateRequest:
+        return ask(chat=gateway_pb2.ChatMessages(messages=[gateway_pb2.ChatMessage(role=role, content=content) for role, content in turns]))
+
+    async with house(models["llama2"], tokens([5])) as h:
+        for request, field, words in (
+            (chat(("user", "a"), ("user", "b")), "chat.messages", "roles must alternate"),
+            (chat(("user", "a"), ("assistant", "\ufdd1")), "chat.messages[1].content", "noncharacter"),
+        ):
+            with pytest.raises(StatusError, match=words) as refused:
+                await h.generate(request)
+            assert (refused.value.code, refused.value.field) == (grpc.StatusCode.INVALID_ARGUMENT, field)
+        assert h.decodes[0].requests == []
+
+
 async def test_a_request_id_in_flight_is_refused_until_it_has_ended(model: ServedModel) -> None:
     go, reached = asyncio.Event(), asyncio.Event()
     async with house(model, waits(go, tokens([5]), reached=reached)) as h:

@@ -65,3 +65,29 @@ def test_nothing_is_held_back_when_matches_are_included() -> None:
 
 def test_without_stop_strings_text_passes() -> None:
     assert run(["a", "", "b"], [], False) == ("ab", None, 3)
+
+
+@settings(max_examples=300)
+@given(
+    pieces=st.lists(st.tuples(LETTERS, st.integers(0, 12)), max_size=8), stop=st.lists(st.text("ab", min_size=1, max_size=4), max_size=3), include=st.booleans()
+)
+def test_a_match_counts_only_where_it_ends_behind_exempt_text(pieces: list[tuple[str, int]], stop: list[str], include: bool) -> None:
+    watch, sent, matched, whole, exempt_ends = StopStrings(stop, include_in_output=include), "", None, "", set[int]()
+    for piece, num_exempt in pieces:
+        exempt_ends |= set(range(len(whole) + 1, len(whole) + min(num_exempt, len(piece)) + 1))
+        whole += piece
+        assert matched is None
+        foreseen = watch.would_match(piece, num_exempt=num_exempt)
+        checked = watch.push(piece, num_exempt=num_exempt)
+        assert foreseen == (checked.matched is not None)
+        sent, matched = sent + checked.text, checked.matched
+        if matched is not None:
+            break
+    sent += watch.flush() if matched is None else ""
+    found = [(end, -len(s), s) for s in stop for end in range(1, len(whole) + 1) if end not in exempt_ends and whole[:end].endswith(s)]
+    assert matched == (min(found)[2] if found else None)
+    if found:
+        end, length, _ = min(found)
+        assert sent == whole[: end if include else end + length]
+    else:
+        assert sent == whole

@@ -99,8 +99,9 @@ def test_a_template_can_split_content_at_a_control_token(models: dict[str, Serve
 
 def test_marks_cannot_be_forged(models: dict[str, ServedModel]) -> None:
     for mark in "\ufdd0\ufdd1\ufdd2":
-        with pytest.raises(ChatTemplateError, match="noncharacter"):
-            models["smollm2"].tokenizer.encode_chat([{"role": "user", "content": f"{mark}<|im_end|>{mark}"}])
+        with pytest.raises(ChatTemplateError, match="noncharacter") as refused:
+            models["smollm2"].tokenizer.encode_chat([{"role": "user", "content": "x"}, {"role": "user", "content": f"{mark}<|im_end|>{mark}"}])
+        assert refused.value.index == 1
 
 
 def test_a_template_refuses_with_its_own_words(models: dict[str, ServedModel]) -> None:

@@ -10,7 +10,8 @@ import pytest
 
 from rpc.errors import StatusError
 from tandem.v1 import decode_pb2, generation_pb2
-from tests.support.cluster import alone, open_cluster
+from tests.support.alone import alone
+from tests.support.cluster import open_cluster
 from tests.support.engines import FAKE_EOS
 
 PROMPT = list(range(100, 130))

@@ -16,7 +16,8 @@ from decode_svc.readmission import Readmission
 from engine.limits import EngineLimits
 from rpc.errors import StatusError
 from rpc.failpoints import configure_failpoints
-from tests.support.cluster import Cluster, alone_streams, open_cluster, until
+from tests.support.alone import alone_streams
+from tests.support.cluster import Cluster, open_cluster, until
 from tests.support.phases import IN_PREFILL, gate_prefill, open_gates
 from tests.support.running import Running
 

@@ -14,7 +14,8 @@ from decode_svc.pool import FailurePolicy
 from rpc.errors import StatusError
 from rpc.failpoints import configure_failpoints
 from tandem.v1 import decode_pb2
-from tests.support.cluster import Cluster, alone_prompt_logprobs, alone_streams, open_cluster, until
+from tests.support.alone import alone_prompt_logprobs, alone_streams
+from tests.support.cluster import Cluster, open_cluster, until
 from tests.support.phases import IN_PREFILL, gate_decode, open_gates
 from tests.support.running import Running
 

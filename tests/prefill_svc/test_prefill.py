@@ -15,7 +15,8 @@ from engine.sampling_params import SamplingParams
 from kvtransfer.memory import PROCESS_ID
 from rpc.errors import StatusError
 from tandem.v1 import prefill_pb2
-from tests.support.cluster import PrefillNode, alone, open_prefill, until
+from tests.support.alone import alone
+from tests.support.cluster import PrefillNode, open_prefill, until
 from tests.support.held import assert_nothing_held
 
 PROMPT = list(range(100, 130))

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -16,19 +16,18 @@ from decode_svc.peers import PrefillPeers, ReadSettings
 from decode_svc.pool import DecodePool, FailurePolicy, PrefillPace
 from decode_svc.servicer import DecodeServicer
 from engine.async_engine import AsyncEngine
-from engine.events import Event, PromptLogprobs
-from engine.proto import sampling_params_to_proto, token_to_proto
-from engine.sampling_params import SamplingParams
-from engine.sequence import SequenceKind, SequenceSpec
+from engine.proto import sampling_params_to_proto
 from kvtransfer.inline import InlineLimits
 from kvtransfer.quarantine import Quarantine
 from prefill_svc.pool import PrefillPool, open_pool
 from prefill_svc.servicer import PrefillServicer
 from rpc.channels import control_channel
 from rpc.server import RpcServer
-from tandem.v1 import decode_pb2, decode_pb2_grpc, generation_pb2, prefill_pb2_grpc
+from tandem.v1 import decode_pb2, decode_pb2_grpc, prefill_pb2_grpc
 from telemetry.metrics import WorkerMetrics
-from tests.support.engines import events_alone, fake_parts, running_fake_engine, token_ids
+from tests.support.alone import sampling_of
+from tests.support.answer import Answer
+from tests.support.engines import running_fake_engine
 from tests.support.fake_device import FakeDevice
 from tests.support.held import assert_nothing_held
 from worker.load import LoadWatch
@@ -78,7 +77,7 @@ class Cluster:
 
     def request(self, prompt: Sequence[int], *, prefill: str = "p0", output: Sequence[int] = (), **params: Any) -> decode_pb2.DecodeServiceGenerateRequest:
         """A request; `params` as of SamplingParams, greedy by default."""
-        sampling = _sampling(params)
+        sampling = sampling_of(params)
         return decode_pb2.DecodeServiceGenerateRequest(
             request_id="r",
             prompt_token_ids=prompt,
@@ -101,93 +100,6 @@ class Cluster:
         await assert_nothing_held(*(engine for engine in engines if engine.death is None))
         assert not self.decode.pool.quarantine.reader_ids
         assert not any(len(node.pool.holds) for node in self.prefills)
-
-
-@dataclass
-class Answer:
-    """What a Generate RPC sent, with positions checked."""
-
-    samples: dict[int, list[int]] = field(default_factory=dict)
-    """Token ids by sample, those of samples that sent none too once they have ended."""
-    messages: list[decode_pb2.DecodeServiceGenerateResponse] = field(default_factory=list)
-    first_position: int | None = None
-    finishes: dict[int, generation_pb2.Finish] = field(default_factory=dict)
-    prompt_logprobs: list[generation_pb2.TokenLogprob] = field(default_factory=list)
-
-    def take(self, response: decode_pb2.DecodeServiceGenerateResponse) -> None:
-        """Adds a message."""
-        self.messages.append(response)
-        if response.prompt_logprobs:
-            assert not self.samples, "the prompt was told behind a token"
-            assert len(response.prompt_logprobs) <= 256
-            self.prompt_logprobs.extend(response.prompt_logprobs)
-        if response.token_ids or response.HasField("finish"):
-            assert response.index not in self.finishes, "a sample went on behind its finish"
-            tokens = self.samples.setdefault(response.index, [])
-            if self.first_position is None:
-                self.first_position = response.position
-            assert response.position == self.first_position + len(tokens), "positions have a gap"
-            tokens.extend(response.token_ids)
-        if response.HasField("finish"):
-            self.finishes[response.index] = response.finish
-
-    @property
-    def token_ids(self) -> list[int]:
-        """Of the first sample."""
-        return self.samples.get(0, [])
-
-    @property
-    def streams(self) -> list[list[int]]:
-        """Token ids of all samples, each of which has ended."""
-        assert sorted(self.samples) == sorted(self.finishes) == list(range(len(self.samples)))
-        return [self.samples[index] for index in range(len(self.samples))]
-
-    @property
-    def finish_reason(self) -> int:
-        """Of the one sample, on the last message."""
-        assert [message.HasField("finish") for message in self.messages] == [False] * (len(self.messages) - 1) + [True]
-        return self.finishes[0].finish_reason
-
-    @property
-    def prompts(self) -> list[decode_pb2.PromptReport]:
-        """How the prompt was computed, each time that it was."""
-        return [message.prompt for message in self.messages if message.HasField("prompt")]
-
-    @property
-    def handover(self) -> decode_pb2.HandoverReport:
-        """The one report of a hand-over."""
-        (report,) = [message.handover for message in self.messages if message.HasField("handover")]
-        return report
-
-    @property
-    def reservation(self) -> decode_pb2.Reservation:
-        """The one reservation, which is on the first message."""
-        assert [message.HasField("reservation") for message in self.messages] == [True] + [False] * (len(self.messages) - 1)
-        return self.messages[0].reservation
-
-
-def alone(prompt: Sequence[int], *, output: Sequence[int] = (), **params: Any) -> list[int]:
-    """The oracle: what one engine that does everything generates as its first sample."""
-    return token_ids(_events_alone(prompt, output, params))
-
-
-def alone_streams(prompt: Sequence[int], **params: Any) -> list[list[int]]:
-    """The same, of all samples."""
-    events = _events_alone(prompt, (), params)
-    return [token_ids(events, index) for index in range(_sampling(params).n)]
-
-
-def alone_prompt_logprobs(prompt: Sequence[int], **params: Any) -> list[generation_pb2.TokenLogprob]:
-    """Log probabilities of the prompt from one engine."""
-    return [token_to_proto(token) for event in _events_alone(prompt, (), params) if isinstance(event, PromptLogprobs) for token in event.logprobs]
-
-
-def _events_alone(prompt: Sequence[int], output: Sequence[int], params: dict[str, Any]) -> list[Event]:
-    return events_alone(fake_parts(num_blocks=256), SequenceSpec("alone", tuple(prompt), _sampling(params), SequenceKind.LOCAL, tuple(output)))
-
-
-def _sampling(params: dict[str, Any]) -> SamplingParams:
-    return SamplingParams(**{"max_tokens": 8, "temperature": 0.0, "ignore_eos": True} | params)
 
 
 async def until(condition: Callable[[], bool], within_s: float = 5.0) -> None:

@@ -59,6 +59,7 @@ async def running_fake_engine(**options: object) -> AsyncIterator[tuple[AsyncEng
         if device.gate is not None:
             device.gate.set()
         await engine.stop()
+        engine.kv_cache.close()  # a descriptor for each of hundreds of engines is more than a process may have
 
 
 async def collect(engine: AsyncEngine, spec: SequenceSpec) -> list[Event]:

@@ -47,7 +47,7 @@ class TransportContract:
         assert (_bytes_of(ends.prefill, source_ids) == _bytes_of(ends.decode, reserved.block_ids[:NUM_BLOCKS])).all()
         assert hold.num_unread_blocks == 0
         assert (handover.record.num_bytes, handover.record.transport) == (NUM_BLOCKS * 128, ends.transport)
-        await ends.decode.commit("d", first)
+        await ends.decode.commit("d", (first,))
         handover.stop()
         ends.holds.close(hold)
         ends.decode.release("other")

@@ -83,7 +83,7 @@ async def test_a_prompt_that_decode_has_whole_is_covered_at_once() -> None:
         hold.announce(5)
         handover.announce(ends.ready(hold, 0, 5))
         await handover.covered()
-        await ends.decode.commit("d", first)
+        await ends.decode.commit("d", (first,))
         again = await ends.reserve(prompt, "again")
         assert again.num_cached_blocks == again.num_prompt_blocks == 5
         assert await ends.handover(again, "again").covered() == 0
@@ -133,13 +133,16 @@ async def test_a_reader_that_does_not_end_is_named_alarmed_and_keeps_its_blocks(
         handover.announce(ends.ready(hold, 0, 6))
         await asyncio.wait_for(ends.gate.reached.wait(), 5)
         handover.stop()
+        stopped = asyncio.ensure_future(handover.stopped())
         ends.decode.release("d")
         (name,) = ends.decode_quarantine.reader_ids
         await until(lambda: "has not ended" in caplog.text)
         assert name in caplog.text
         report = await ends.decode.report()
         assert report.owners == {f"reader:{name}": 6}
+        assert not stopped.done()
         ends.gate.open()
+        await asyncio.wait_for(stopped, 5)
         ends.holds.close(hold)
         ends.prefill.release("p")
         await assert_nothing_held(ends.prefill, ends.decode)

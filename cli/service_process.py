@@ -72,6 +72,11 @@ class ServiceProcess:
         )
         return cls(spec, process, sink)
 
+    @property
+    def pid(self) -> int:
+        """Of the process, also after its end."""
+        return self._process.pid
+
     async def wait_until_ready(self) -> None:
         """Returns when the service's readiness is SERVING. Has no bound of its own, and does not look at the process."""
         async with control_channel(self.spec.address) as channel:

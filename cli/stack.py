@@ -114,6 +114,11 @@ class Stack:
         """Address of each service by its name, gateway first."""
         return {spec.name: spec.address for pool in self._pools for spec in pool}
 
+    @property
+    def pids(self) -> dict[str, int]:
+        """Process of each started service by its name."""
+        return {name: child.pid for name, child in self._children.items()}
+
     async def start(self) -> None:
         """Starts all processes; readiness is another matter."""
         for pool in reversed(self._pools):

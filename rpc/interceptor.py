@@ -92,7 +92,16 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
         parse = None if handler.request_streaming else handler.request_deserializer
 
         async def wrapped(argument: Any, context: Context) -> Any:
-            return await self._run(_Call(method, behaviour, argument, context, parse))
+            call = _Call(method, behaviour, argument, context, parse)
+            del argument, context
+            try:
+                return await self._run(call)
+            except grpc.aio.AbortError as aborted:
+                # grpc keeps it in the RPC's state, which the frames of its traceback keep, and with it the request: a cycle of up to a whole message that
+                # stays until a full collection (0.9 GB after 60 refused messages of 31 MiB).
+                aborted.__traceback__ = aborted.__context__ = None
+                del call
+                raise
 
         make = getattr(grpc, f"{kind}_rpc_method_handler")
         # A single request is parsed in the guard: grpc's own parsing answers bytes that are no message with UNKNOWN and a traceback in the log.

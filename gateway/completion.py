@@ -45,10 +45,13 @@ class Completion:
 
     def take(self, message: decode_pb2.DecodeServiceGenerateResponse) -> gateway_pb2.GenerateResponse | None:
         """The client's message for one of decode's, None when there is nothing to tell; the sample's last one has its finish. Raises BrokenStreamError."""
-        if self.stopped_by_string:
+        if self.finished:
+            if not self.stopped_by_string and (message.token_ids or message.HasField("finish")):
+                raise BrokenStreamError(f"sample {self.index} went on behind its finish")
             return None
-        if self.finished and (message.token_ids or message.HasField("finish")):
-            raise BrokenStreamError(f"sample {self.index} went on behind its finish")
+        return self._take(message)
+
+    def _take(self, message: decode_pb2.DecodeServiceGenerateResponse) -> gateway_pb2.GenerateResponse | None:
         if message.token_ids and message.position != self.num_tokens:
             raise BrokenStreamError(f"token {message.position} of sample {self.index} came after {self.num_tokens} tokens")
         response, pieces = self._message(), []

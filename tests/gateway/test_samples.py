@@ -10,7 +10,7 @@ import pytest
 
 from gateway.served_model import ServedModel
 from rpc.errors import StatusError, exhausted
-from tandem.v1 import gateway_pb2, generation_pb2
+from tandem.v1 import decode_pb2, gateway_pb2, generation_pb2
 from tests.gateway.fake_decode import LENGTH, STOP, Response, fails, samples, says, tokens
 from tests.gateway.house import WAIT_S, ask, house
 
@@ -136,6 +136,14 @@ async def test_what_no_sample_can_have_is_our_fault(messages: list[Response], mo
         with pytest.raises(StatusError) as failed:
             await h.generate(ask("x", n=2))
         assert failed.value.code is grpc.StatusCode.INTERNAL
+
+
+async def test_a_report_behind_the_last_finish_is_heard_and_not_told(model: ServedModel) -> None:
+    last = Response(token_ids=[5], finish=generation_pb2.Finish(finish_reason=LENGTH))
+    report = Response(handover=decode_pb2.HandoverReport(transport="inline", kv_bytes=77))
+    async with house(model, says(last, report)) as h:
+        messages, trailers = await h.generate(ask("x"))
+        assert (len(messages), trailers["tandem-kv-bytes"]) == (1, "77")
 
 
 async def test_nothing_is_told_twice_when_room_runs_out_behind_the_prompt(model: ServedModel) -> None:

@@ -61,16 +61,19 @@ async def test_prefill_dying_in_any_phase_costs_no_token_of_any_sample(phase: st
         await cluster.assert_nothing_held()
 
 
+@pytest.mark.parametrize("num_blocks", [8 + 3 + 4 * (10 - 8), 64])
 @pytest.mark.parametrize("num_prefills", [1, 2])
 @pytest.mark.parametrize("phase", BEHIND_FIRST)
-async def test_samples_that_go_on_by_themselves_need_no_more_room_than_before_and_compute_the_prompt_once(phase: str, num_prefills: int) -> None:
-    num_blocks = 8 + 3 + 4 * (10 - 8)
+async def test_samples_that_go_on_by_themselves_need_no_more_room_than_before_and_share_the_prompt(phase: str, num_prefills: int, num_blocks: int) -> None:
     async with open_cluster(num_prefills=num_prefills, decode_options={"num_blocks": num_blocks}) as cluster:
         running = await _lose_prefill(cluster, phase, FOUR)
-        assert (await asyncio.wait_for(running.task, 10)).streams == alone_streams(PROMPT, **FOUR)
-        computing = cluster.prefills[1].engine if num_prefills == 2 else cluster.decode.engine
-        # The first one computes 31 tokens; the others find 28 of theirs.
-        assert (await computing.report()).computed_prompt_tokens <= 31 + 3 * 3 + 4
+        answer = await asyncio.wait_for(running.task, 10)
+        assert answer.streams == alone_streams(PROMPT, **FOUR)
+        computed = [(await engine.report()).computed_prompt_tokens for engine in (cluster.decode.engine, cluster.prefills[-1].engine)]
+        # The first one's 31 tokens; the others find 28 of theirs.
+        expected = 31 + 3 * 3
+        assert computed == ([0, expected] if num_prefills == 2 else [expected, len(PROMPT)])
+        assert answer.handover.num_blocks == (8 if num_prefills == 2 else 0)
         await cluster.assert_nothing_held()
 
 

@@ -135,10 +135,11 @@ class BlockTables:
             self.pool.mark_filled(sequence.block_ids[num_full], None)
 
     def is_whole(self, sequence: Sequence) -> bool:
-        """The pool's ledger says the same as its tables."""
+        """The pool's ledger says the same as its tables, and keeps the block that its next step copies."""
         tables = [sequence.block_ids, *sequence.sibling_tables] if sequence.block_ids else [[] for _ in sequence.sample_ids]
         owned = [list(self.pool.blocks_of(_owner(sample_id))) for sample_id in sequence.sample_ids]
-        return owned == tables
+        kept = [sequence.copy_source] if sequence.copy_source is not None else []
+        return owned == tables and list(self.pool.blocks_of(_copy_owner(sequence.sample_id))) == kept
 
     def _num_blocks_in_table(self, sequence: Sequence) -> int:
         num_more = 0

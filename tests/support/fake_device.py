@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +49,15 @@ class FakeDevice:
         future: Future[StepResult] = Future()
         self._launched = (plan, future)
         return future
+
+    @property
+    def touched(self) -> frozenset[int]:
+        """Blocks that the launched step of a late device may read or write."""
+        if self._launched is None:
+            return frozenset()
+        plan, size = self._launched[0], self._kv_cache.layout.block_size
+        tables = (chunk.block_table[: -(-(chunk.first_position + len(chunk.token_ids)) // size)] for chunk in plan.chunks)
+        return frozenset(chain(*tables, *plan.copies))
 
     def finish(self) -> None:
         """A late device computes what was launched, now."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
@@ -26,7 +27,10 @@ class LiveRequest:
 
     def __init__(self, stub: gateway_pb2_grpc.GatewayServiceStub, request: gateway_pb2.GenerateRequest, timeout_s: float) -> None:
         self.request_id = request.request_id
-        self.token_ids: list[int] = []
+        self.samples: defaultdict[int, list[int]] = defaultdict(list)
+        """Token ids by sample."""
+        self.token_ids = self.samples[0]
+        """The first one's."""
         self.logprobs: list[generation_pb2.TokenLogprob] = []
         self.text = ""
         self.finish = generation_pb2.Finish()
@@ -86,9 +90,9 @@ class LiveRequest:
         self.num_messages += 1
         self.request_id = message.request_id
         if message.token_ids:
-            assert message.position == len(self.token_ids), "positions have a gap"
+            assert message.position == len(self.samples[message.index]), "positions have a gap"
             self.first_token_s = self.first_token_s or time.monotonic()
-        self.token_ids.extend(message.token_ids)
+        self.samples[message.index].extend(message.token_ids)
         self.logprobs.extend(message.logprobs)
         self.text += message.text
         if message.HasField("finish"):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from tandem.v1 import decode_pb2
-from tests.support.cluster import Answer, Cluster
+from tests.support.answer import Answer
+from tests.support.cluster import Cluster
 
 
 class Running:

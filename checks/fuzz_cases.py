@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tandem.v1 import gateway_pb2, generation_pb2
 
-NUM_STREAMS, LONGEST_PROMPT, LONGEST_OUTPUT, MAX_N = 3, 90, 24, 4
+NUM_STREAMS, LONGEST_PROMPT, LONGEST_OUTPUT, MAX_N = 3, 90, 40, 4
 _FIRST_ORDINARY_TOKEN = 3
 
 
@@ -137,4 +137,4 @@ def cases(draw: st.DrawFn) -> Case:
 
 def batches() -> st.SearchStrategy[list[Case]]:
     """Requests that run at the same time."""
-    return st.lists(cases(), min_size=4, max_size=12)
+    return st.lists(cases(), min_size=6, max_size=14)

@@ -12,10 +12,11 @@ from engine.async_engine import SequenceStream
 from engine.errors import CapacityError, EngineDeadError
 from engine.events import Event, Finished, Preempted
 from engine.limits import EngineLimits
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import SampledToken, SamplingParams
 from engine.sequence import SequenceKind, SequenceSpec
 from tests.support.engines import collect, fake_engine, running_fake_engine, token_ids
 from tests.support.held import assert_nothing_held
+from tests.support.stepping import expected
 
 
 def a_spec(seq_id: str, num_prompt: int = 10, max_tokens: int = 5, kind: SequenceKind = SequenceKind.LOCAL) -> SequenceSpec:
@@ -39,7 +40,7 @@ async def test_many_sequences_at_once_all_end() -> None:
         await assert_nothing_held(engine)
 
 
-async def test_a_release_posted_during_a_step_ends_the_sequence_after_it() -> None:
+async def test_a_release_posted_during_a_step_makes_no_step_late() -> None:
     async with running_fake_engine() as (engine, device):
         device.gate = threading.Event()
         engine.submit(a_spec("s", 100))
@@ -128,14 +129,22 @@ async def test_load_is_told_after_every_change() -> None:
         assert seen[-1] == 64
 
 
-async def test_beat_stands_still_only_while_computing() -> None:
+async def test_beat_stands_still_while_a_step_runs_whatever_is_asked_meanwhile() -> None:
     async with running_fake_engine() as (engine, device):
         await engine.report()
-        device.gate = threading.Event()
-        engine.submit(a_spec("s", 4, 1))
+        gate = device.gate = threading.Event()
+        engine.submit(a_spec("s", 4, 2))
         await until_entered(device.entered)
-        assert engine.beat() is not None
-        assert engine.beat() == engine.beat()
+        beat = engine.beat()
+        assert beat is not None
+        for _ in range(20):
+            await engine.report()
+            assert engine.beat() == beat
+        device.entered.clear()
+        device.gate = threading.Event()
+        gate.set()
+        await until_entered(device.entered)
+        assert engine.beat() == beat + 1  # the next step
         engine.release("s")
         device.gate.set()
         await assert_nothing_held(engine)
@@ -177,20 +186,72 @@ async def test_a_sequence_that_preempts_itself_says_so_at_once() -> None:
         await assert_nothing_held(engine)
 
 
-async def test_an_answer_does_not_wait_for_the_step_behind_it() -> None:
+async def test_calls_are_answered_while_a_step_runs() -> None:
     async with running_fake_engine() as (engine, device):
-        first_step = device.gate = threading.Event()
+        held = engine.submit(a_spec("held", 8, kind=SequenceKind.PREFILL_ONLY))
+        while not token_ids(await held.get()):
+            pass
+        device.entered.clear()
+        device.gate = threading.Event()
         engine.submit(a_spec("busy", 60))
         await until_entered(device.entered)
-        reserving = asyncio.create_task(engine.reserve(a_spec("r", kind=SequenceKind.REMOTE_KV)))
-        await asyncio.sleep(0)
-        device.gate = threading.Event()
-        first_step.set()
         async with asyncio.timeout(5):
-            await reserving
+            reserved = await engine.reserve(a_spec("r", 8, 3, SequenceKind.REMOTE_KV))
+            assert reserved.num_cached_blocks == 2
+            assert await engine.acquire("reader", "held", 0, 2)
+            assert await engine.confirm("held", 2) is True
+            await engine.commit("r", (SampledToken(1),))
+            engine.release("held")
+            engine.drop("reader")
+            assert (await engine.report()).sequences_by_state == {"prefilling": 1, "decoding": 1}
+            assert engine.load().num_running == 2
         device.gate.set()
+        while not token_ids(await reserved.stream.get()):
+            pass
         engine.release("r")
         engine.release("busy")
+        await assert_nothing_held(engine)
+
+
+async def test_blocks_of_a_sequence_that_is_released_in_a_step_come_back_with_its_end() -> None:
+    async with running_fake_engine() as (engine, device):
+        device.gate = threading.Event()
+        engine.submit(a_spec("s", 20))
+        await until_entered(device.entered)
+        engine.release("s")
+        report = await engine.report()
+        assert (report.sequences_by_state, list(report.owners)) == ({}, ["step:1"])
+        assert engine.load().num_free_blocks == 64 - report.num_held_blocks
+        device.gate.set()
+        await assert_nothing_held(engine)
+        assert engine.load().num_free_blocks == 64
+
+
+async def test_stop_waits_for_the_step_that_runs_and_launches_none_behind_it() -> None:
+    engine, device = fake_engine()
+    await engine.start()
+    device.gate = threading.Event()
+    stream = engine.submit(a_spec("s", 4, 5))
+    await until_entered(device.entered)
+    with pytest.raises(TimeoutError):
+        await engine.stop(timeout_s=0.05)
+    stopping = asyncio.create_task(engine.stop(timeout_s=5))
+    await asyncio.sleep(0)
+    device.gate.set()
+    await stopping
+    assert len(device.plans) == 1
+    events = await stream.get()
+    assert len(token_ids(events)) == 1
+    with pytest.raises(EngineDeadError, match="stopped"):
+        await stream.get()
+    assert engine.death is not None
+
+
+async def test_samples_of_one_prompt_speak_in_one_stream() -> None:
+    async with running_fake_engine() as (engine, _):
+        spec = replace(a_spec("s", 6), sampling=SamplingParams(5, n=3, seed=1, ignore_eos=True))
+        events = await collect(engine, spec)
+        assert [token_ids(events, index) for index in range(3)] == [expected(range(6), sampling=spec.sampling, index=index) for index in range(3)]
         await assert_nothing_held(engine)
 
 

@@ -14,7 +14,7 @@ from engine.sampling_params import FinishReason, SamplingParams
 from engine.sequence import Sequence, SequenceKind
 from tests.support.engines import fake_parts, run_alone, token_ids
 from tests.support.fake_device import POISON_TOKEN
-from tests.support.stepping import a_spec, assert_engine_empty, drain, expected
+from tests.support.stepping import a_spec, assert_engine_empty, drain, expected, release_all, submit
 
 
 def test_a_batch_gives_every_sequence_the_tokens_it_gets_alone() -> None:
@@ -42,6 +42,7 @@ def test_prompts_are_computed_in_chunks_within_both_budgets() -> None:
         assert sum(len(chunk.token_ids) for chunk in plan.chunks if len(chunk.token_ids) > 1) <= 8
     mixed = [plan for plan in parts.device.plans if len(plan.chunks) == 2 and len(plan.chunks[1].token_ids) == 8]
     assert len(mixed) == 3  # the running stream got a token in every step in which the long prompt was computed
+    assert_engine_empty(parts)
 
 
 @pytest.mark.parametrize("num_shared", [4, 7, 8, 11, 12])
@@ -55,6 +56,7 @@ def test_a_prefix_is_hit_in_whole_blocks_and_changes_no_token(num_shared: int) -
     assert token_ids(events) == expected(second)
     assert isinstance(events[0], Scheduled)
     assert events[0].cached_tokens == num_shared // 4 * 4
+    assert_engine_empty(parts)
 
 
 def test_a_full_prompt_hit_copies_the_last_block_and_computes_one_token() -> None:
@@ -91,6 +93,7 @@ def test_tenants_do_not_share_a_prefix() -> None:
     scheduled = drain(parts)[spec.seq_id][0]
     assert isinstance(scheduled, Scheduled)
     assert scheduled.cached_tokens == 0
+    assert_engine_empty(parts)
 
 
 def test_growth_preempts_the_youngest_and_it_resumes_with_the_same_tokens() -> None:
@@ -117,6 +120,7 @@ def test_a_resume_goes_on_where_the_output_ended() -> None:
     events = drain(parts)[resumed.seq_id]
     assert token_ids(events) == whole[5:]
     assert next(event.position for event in events if isinstance(event, Tokens)) == 5
+    assert_engine_empty(parts)
 
 
 def test_sampled_tokens_depend_on_seed_and_position_only() -> None:
@@ -135,6 +139,7 @@ def test_a_stop_token_ends_and_names_itself() -> None:
     last = events[-1]
     assert isinstance(last, Finished)
     assert (last.finish.reason, last.finish.matched_token_id) == (FinishReason.STOP, tokens[4])
+    assert_engine_empty(parts)
 
 
 def test_max_tokens_zero_computes_the_prompt_and_samples_nothing() -> None:
@@ -147,6 +152,7 @@ def test_max_tokens_zero_computes_the_prompt_and_samples_nothing() -> None:
     assert isinstance(last, Finished)
     assert last.finish.reason is FinishReason.LENGTH
     assert sum(event.num_tokens for event in events if isinstance(event, ChunkComputed)) == 9
+    assert_engine_empty(parts)
 
 
 def test_an_error_of_one_sequence_fails_it_alone() -> None:
@@ -184,6 +190,26 @@ def test_a_sequence_that_can_never_fit_is_rejected_with_the_arithmetic() -> None
     assert isinstance(event.error, SequenceTooLongError)
     assert str(event.error) == "20 tokens take 5 blocks, the pool has 4"
     assert_engine_empty(parts)
+
+
+def test_a_step_of_many_kinds_fails_only_who_is_poisoned() -> None:
+    parts = fake_parts()
+    sampled = SamplingParams(5, n=3, seed=2, ignore_eos=True)
+    decoding, bad_later = submit(parts, a_spec(range(4), 9)), submit(parts, a_spec(range(50, 54), sampling=sampled))
+    parts.engine.step()
+    parts.device.poisoned = (f"{bad_later.seq_id}[2]", 4)
+    bad_now = submit(parts, a_spec([60, POISON_TOKEN, 61], kind=SequenceKind.PREFILL_ONLY))
+    samples = submit(parts, a_spec(range(70, 73), sampling=sampled))
+    held = submit(parts, a_spec(range(80, 83), kind=SequenceKind.PREFILL_ONLY))
+    events = drain(parts)
+    assert isinstance(events[bad_now.seq_id][-1], Failed)
+    assert isinstance(events[bad_later.seq_id][-1], Failed)
+    assert token_ids(events[decoding.seq_id]) == expected(range(4), 9)
+    assert token_ids(events[held.seq_id]) == expected(range(80, 83))[:1]
+    for index in range(3):
+        assert token_ids(events[samples.seq_id], index) == expected(range(70, 73), sampling=sampled, index=index)
+    assert parts.engine.handle(calls.Confirm(held.seq_id, 1)) is True
+    release_all(parts)
 
 
 @pytest.mark.parametrize("num_steps", range(6))

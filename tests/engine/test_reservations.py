@@ -13,7 +13,7 @@ from engine.limits import EngineLimits
 from engine.sampling_params import SampledToken, SamplingParams
 from engine.sequence import SequenceKind, SequenceSpec
 from tests.support.engines import FAKE_EOS, FakeParts, fake_parts, run_alone, token_ids
-from tests.support.stepping import a_spec, assert_engine_empty, drain, expected
+from tests.support.stepping import a_spec, assert_engine_empty, drain, expected, release_all
 
 
 def prefill(parts: FakeParts, prompt: list[int] | range, max_tokens: int = 6) -> tuple[SequenceSpec, SampledToken]:
@@ -59,6 +59,7 @@ def test_decode_hits_its_own_prefix_of_a_handed_over_prompt() -> None:
     assert isinstance(reserved, calls.ReservedBlocks)
     assert reserved.num_cached_blocks == 2
     assert reserved.num_prompt_blocks == 3
+    release_all(prefill_parts, decode_parts)
 
 
 def test_a_reservation_is_not_scheduled_and_its_blocks_are_no_hits() -> None:
@@ -68,6 +69,7 @@ def test_a_reservation_is_not_scheduled_and_its_blocks_are_no_hits() -> None:
     again = parts.engine.handle(calls.Reserve(a_spec(range(8), kind=SequenceKind.REMOTE_KV)))
     assert isinstance(again, calls.ReservedBlocks)
     assert again.num_cached_blocks == 0
+    release_all(parts)
 
 
 def test_a_reader_outlives_the_sequence_and_keeps_its_blocks_from_others() -> None:
@@ -112,6 +114,7 @@ def test_readers_are_refused_where_nothing_may_be_read_or_written() -> None:
             parts.engine.handle(calls.Acquire("no", spec.seq_id, first, count))
     with pytest.raises(HoldBrokenError, match="gone"):
         parts.engine.handle(calls.Acquire("no", "nobody", 0, 1))
+    release_all(parts)
 
 
 def test_a_writer_is_refused_in_a_shared_block_and_after_the_commit() -> None:
@@ -126,6 +129,7 @@ def test_a_writer_is_refused_in_a_shared_block_and_after_the_commit() -> None:
         decode_parts.engine.handle(calls.Acquire("w", target.seq_id, 2, 1))
     with pytest.raises(HoldBrokenError):
         decode_parts.engine.handle(calls.Commit(target.seq_id, (SampledToken(3),)))
+    release_all(prefill_parts, decode_parts)
 
 
 def test_confirm_is_true_for_a_whole_unbroken_hold_only() -> None:
@@ -139,6 +143,7 @@ def test_confirm_is_true_for_a_whole_unbroken_hold_only() -> None:
     assert parts.engine.handle(calls.Confirm(spec.seq_id, 3)) is True
     parts.engine.handle(calls.Release(spec.seq_id, 0))
     assert parts.engine.handle(calls.Confirm(spec.seq_id, 3)) is False
+    release_all(parts)
 
 
 def test_held_blocks_are_not_taken_under_cache_pressure() -> None:
@@ -149,6 +154,7 @@ def test_held_blocks_are_not_taken_under_cache_pressure() -> None:
         run_alone(parts, a_spec(range(100 * start, 100 * start + 10), 4))
     assert parts.engine.pool.blocks_of(f"sequence:{held.seq_id}") == kept
     assert parts.engine.handle(calls.Confirm(held.seq_id, 2)) is True
+    release_all(parts)
 
 
 def test_a_prefill_only_sequence_waits_until_all_its_blocks_are_there() -> None:
@@ -159,6 +165,7 @@ def test_a_prefill_only_sequence_waits_until_all_its_blocks_are_there() -> None:
     assert parts.engine.step() is False
     parts.engine.handle(calls.Release(held.seq_id, 0))
     assert token_ids(drain(parts)[waiting.seq_id]) == expected(range(100, 112))[:1]
+    release_all(parts)
 
 
 def test_reservations_are_refused_when_blocks_or_places_are_gone() -> None:
@@ -173,6 +180,7 @@ def test_reservations_are_refused_when_blocks_or_places_are_gone() -> None:
     few.engine.handle(calls.Reserve(a_spec(range(4), kind=SequenceKind.REMOTE_KV)))
     with pytest.raises(CapacityError, match="1 sequences needed, 0 free"):
         few.engine.handle(calls.Reserve(a_spec(range(4), kind=SequenceKind.REMOTE_KV)))
+    release_all(parts, few)
 
 
 def test_reservations_do_not_starve_who_waits_in_front_of_them() -> None:
@@ -189,6 +197,7 @@ def test_reservations_do_not_starve_who_waits_in_front_of_them() -> None:
     parts.engine.handle(calls.Release(first.seq_id, 0))
     parts.engine.handle(calls.Reserve(small))  # there is room for both
     assert token_ids(drain(parts)[waiting.seq_id]) == expected(range(100, 106), 2)
+    release_all(parts)
 
 
 def test_reservations_leave_a_place_for_who_waits_in_front_of_them() -> None:
@@ -202,6 +211,7 @@ def test_reservations_leave_a_place_for_who_waits_in_front_of_them() -> None:
     with pytest.raises(CapacityError, match="1 sequences needed, 0 free"):
         parts.engine.handle(calls.Reserve(a_spec([4], kind=SequenceKind.REMOTE_KV)))
     assert token_ids(drain(parts)[waiting.seq_id]) == expected([3])
+    release_all(parts)
 
 
 def test_a_preempted_stream_goes_on_while_reservations_keep_coming() -> None:
@@ -221,6 +231,7 @@ def test_a_preempted_stream_goes_on_while_reservations_keep_coming() -> None:
         events.extend(event for _, event in parts.engine.take_events())
     assert any(isinstance(event, Preempted) for event in events)
     assert token_ids(events) == expected(range(7), 12)
+    release_all(parts)
 
 
 def test_eos_ends_unless_ignored() -> None:

@@ -84,6 +84,15 @@ def drain(parts: FakeParts, max_steps: int = 500) -> dict[str, list[Event]]:
     return events
 
 
+def release_all(*engines: FakeParts) -> None:
+    """Every owner and every reader goes, in whatever state; then nothing is held."""
+    for parts in engines:
+        release(parts, *{each.seq_id for each in parts.engine._sequences})
+        for reader_id in list(parts.engine._readers):
+            parts.engine.handle(calls.Drop(reader_id))
+        assert_engine_empty(parts)
+
+
 def assert_engine_empty(parts: FakeParts) -> None:
     report = parts.engine.report()
     assert report.nothing_held, report

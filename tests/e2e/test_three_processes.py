@@ -10,13 +10,13 @@ import grpc
 import pytest
 from tokenizers import Tokenizer
 
+from checks.tiny_models import VOCAB_SIZE
 from tandem.v1 import gateway_pb2, generation_pb2
 from telemetry import spans
 from telemetry.receiver import OtlpReceiver, ReceivedSpan
 from tests.support.live_request import LiveRequest, request_of
 from tests.support.live_stack import LiveStack
 from tests.support.reference import Reference
-from tests.support.tiny_models import VOCAB_SIZE
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 LENGTH, STOP = generation_pb2.FINISH_REASON_LENGTH, generation_pb2.FINISH_REASON_STOP
@@ -167,13 +167,14 @@ async def test_a_resume_goes_on_behind_the_tokens_that_were_sent(stack: LiveStac
 @pytest.mark.parametrize(
     ("params", "field"),
     [
-        ({"n": 2}, "sampling_params.n"),
+        ({"n": 17}, "sampling_params.n"),
         ({"temperature": -1.0}, "sampling_params.temperature"),
         ({"max_tokens": 50000}, "sampling_params.max_tokens"),
-        ({"min_tokens": 2}, "sampling_params.min_tokens"),
+        ({"min_tokens": 20, "max_tokens": 2}, "sampling_params.min_tokens"),
+        ({"repetition_penalty": 0.0}, "sampling_params.repetition_penalty"),
     ],
 )
-async def test_what_is_not_served_is_refused_by_name(stack: LiveStack, params: dict[str, float], field: str) -> None:
+async def test_what_cannot_be_is_refused_by_name(stack: LiveStack, params: dict[str, float], field: str) -> None:
     request = await stack.ask([5, 6, 7], **params).ended()
     assert request.code is grpc.StatusCode.INVALID_ARGUMENT
     assert request.status is not None and request.status.field == field

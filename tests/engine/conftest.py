@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.tiny_models import write_tiny_model
+from checks.tiny_models import write_tiny_model
 
 
 @pytest.fixture(scope="session")

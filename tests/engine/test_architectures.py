@@ -12,10 +12,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from checks.tiny_models import FAMILIES, VOCAB_SIZE, WINDOW, write_tiny_model
 from engine.config import AttentionBackendName
 from engine.model import LoadedModel, load_model
 from tests.support.packed_runs import PackedModel, Run
-from tests.support.tiny_models import FAMILIES, VOCAB_SIZE, WINDOW, write_tiny_model
 
 NUM_TOKENS = 10
 LENGTHS = (1, WINDOW - 1, WINDOW, WINDOW + 1, 70, 150)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.tiny_models import write_tiny_model
+from checks.tiny_models import write_tiny_model
 
 _MIB = 1 << 20
 _ALLOWANCE_BYTES = 100 * _MIB

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from checks.tiny_models import write_tiny_model
 from engine.architectures import ModelError, UnsupportedModelError
 from engine.config import ConfigError, EngineConfig
 from engine.fingerprint import model_fingerprint
 from engine.model import load_model
-from tests.support.tiny_models import write_tiny_model
 
 
 @pytest.fixture

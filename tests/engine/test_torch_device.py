@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from checks.tiny_models import VOCAB_SIZE, write_tiny_model
 from engine.build import build_torch_engine_parts
 from engine.config import AttentionBackendName, Dtype, EngineConfig
 from engine.errors import SequenceError
 from engine.model import load_model
 from engine.sampling_params import SampledToken, SamplingParams
 from engine.step import Chunk, SampleRow
-from tests.support.tiny_models import VOCAB_SIZE, write_tiny_model
 from tests.support.torch_steps import GREEDY, Driven, LogitsRecorder, execute, generate, step, tiny_device
 
 

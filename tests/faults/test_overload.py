@@ -12,9 +12,9 @@ import grpc
 import pytest
 import pytest_asyncio
 
+from checks.tiny_models import VOCAB_SIZE
 from tests.support.live_stack import LiveStack, live_stack, options_of, until
 from tests.support.reference import Reference
-from tests.support.tiny_models import VOCAB_SIZE
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 _CAPACITY, _QUEUE, _QUEUE_TIME_S = 4, 24, 3.0

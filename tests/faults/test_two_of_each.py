@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
+from checks.tiny_models import VOCAB_SIZE
 from tests.support.live_request import LiveRequest, request_of
 from tests.support.live_stack import LiveStack, live_stack, options_of, until
 from tests.support.reference import Reference
-from tests.support.tiny_models import VOCAB_SIZE
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 _ALL = ("prefill-0", "prefill-1", "decode-0", "decode-1")

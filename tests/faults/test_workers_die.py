@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
+from checks.tiny_models import VOCAB_SIZE
 from tests.support.live_request import LiveRequest, request_of
 from tests.support.live_stack import LiveStack, live_stack, options_of, until
 from tests.support.reference import Reference
-from tests.support.tiny_models import VOCAB_SIZE
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 _SAMPLED = {"max_tokens": 24, "temperature": 0.8, "seed": 11}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.support.tiny_models import write_tiny_model
-from tests.support.tiny_tokenizers import write_tiny_tokenizer
+from checks.tiny_models import write_tiny_model
+from checks.tiny_tokenizers import write_tiny_tokenizer
 
 
 def write_served_model(directory: Path) -> Path:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
-from tests.support.tiny_models import VOCAB_SIZE
+from checks.tiny_models import VOCAB_SIZE
 
 BOS, EOS = "<s>", "</s>"
 _CORPUS = ["The quick brown fox jumps over the lazy dog. What is the capital of France? The capital of France is Paris.", "user assistant system: hello, world"]

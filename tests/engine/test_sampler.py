@@ -154,6 +154,13 @@ def test_top_p_sorts_the_whole_vocabulary_only_when_the_mass_demands_it(monkeypa
     assert max(_possible(torch.zeros(3000), replace(PLAIN, top_p=0.5), 4000)) < 1500, "exactly the first half: ties go to the lower id"
 
 
+def test_a_token_that_is_out_is_none_of_the_most_likely() -> None:
+    values = torch.full((5000,), -torch.inf)
+    values[[4000, 3, 77]] = torch.tensor([1.0, 0.5, 1.0])
+    for count in (2, 3, 10, 5000, 9000):
+        assert most_likely(values, count).tolist() == [77, 4000, 3][:count]
+
+
 def test_min_p_alone_keeps_exactly_the_tokens_above_its_share() -> None:
     logits = torch.tensor([0.0, math.log(0.5), math.log(0.101), math.log(0.0999), -20.0])
     assert _possible(logits, replace(PLAIN, min_p=0.1), 500) == {0, 1, 2}

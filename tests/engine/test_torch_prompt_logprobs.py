@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from checks.tiny_models import VOCAB_SIZE
 from engine.errors import SequenceError
 from engine.sampling_params import SampledToken
 from engine.step import Chunk, PromptRow
 from engine.torch_device import TorchDevice
-from tests.support.tiny_models import VOCAB_SIZE
 from tests.support.torch_steps import Driven, LogitsRecorder, execute, tiny_device
 
 NUM_ALTERNATIVES = 3

@@ -214,7 +214,10 @@ class Engine:
                 self._fail(sequence, error, ended_ns)
                 continue
             self._advance(sequence, chunk, flight.started_ns, ended_ns)
-            self._tell_prompt_logprobs(sequence, chunk, result.prompt_logprobs.get(index, ()))
+            if chunk.prompt is not None:
+                found = result.prompt_logprobs[index]
+                assert len(found) == len(chunk.prompt.target_token_ids), "the device left out log probabilities of prompt tokens"
+                self._tell_prompt_logprobs(sequence, chunk.first_position, found)
             if sequence.num_uncomputed_tokens == 0:
                 self._take_tokens(sequence, result.sampled[index], ended_ns)
 
@@ -259,14 +262,11 @@ class Engine:
             num_filled = self.tables.num_blocks_for(sequence.prefill_target) if complete else sequence.num_filled_blocks
             self._tell(sequence, ChunkComputed(started_ns, ended_ns, len(chunk.token_ids), num_filled))
 
-    def _tell_prompt_logprobs(self, sequence: Sequence, chunk: Chunk, found: tuple[SampledToken, ...]) -> None:
+    def _tell_prompt_logprobs(self, sequence: Sequence, first_position: int, found: tuple[SampledToken, ...]) -> None:
         """Tells those that were not told before the sequence was preempted."""
-        asked = len(chunk.prompt.target_token_ids) if chunk.prompt is not None else 0
-        assert len(found) == asked, f"{len(found)} log probabilities of prompt tokens for {asked}"
-        if found:
-            num_told = sequence.next_prompt_logprob - (chunk.first_position + 1)
-            self._tell(sequence, PromptLogprobs(found[num_told:]))
-            sequence.next_prompt_logprob += len(found) - num_told
+        num_told = sequence.next_prompt_logprob - (first_position + 1)
+        self._tell(sequence, PromptLogprobs(found[num_told:]))
+        sequence.next_prompt_logprob += len(found) - num_told
 
     def _take_tokens(self, sequence: Sequence, tokens: tuple[SampledToken, ...], at_ns: int) -> None:
         """All tokens are computed: takes the next one of each sample, and ends, holds or goes on."""

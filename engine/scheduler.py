@@ -132,7 +132,7 @@ class Scheduler:
         first = sequence.num_computed_tokens
         rows: tuple[SampleRow, ...] = ()
         if num_tokens == sequence.num_uncomputed_tokens and sequence.num_output_tokens < sequence.spec.sampling.max_tokens:
-            rows = tuple(SampleRow(params, sequence.num_tokens, sequence.token_ids, sequence.num_prompt_tokens) for params in sequence.samples)
+            rows = tuple([SampleRow(params, sequence.num_tokens, sequence.token_ids, sequence.num_prompt_tokens) for params in sequence.samples])
         token_ids = sequence.token_ids[first : first + num_tokens]
         return Chunk(sequence.sample_id, token_ids, first, sequence.block_ids, rows, _prompt_row(sequence, num_tokens))
 
@@ -216,7 +216,7 @@ def _insert(sequences: list[Sequence], sequence: Sequence) -> None:
 def _prompt_row(sequence: Sequence, num_tokens: int) -> PromptRow | None:
     """Asks for those log probabilities of prompt tokens that the next `num_tokens` tokens give and that were not told yet."""
     num_alternatives, first = sequence.spec.sampling.prompt_logprobs, sequence.num_computed_tokens
-    targets = sequence.token_ids[first + 1 : min(first + num_tokens + 1, sequence.num_prompt_tokens)]
-    if num_alternatives is None or not targets or first + len(targets) < sequence.next_prompt_logprob:
+    if num_alternatives is None or sequence.next_prompt_logprob >= sequence.num_prompt_tokens:
         return None
-    return PromptRow(targets, num_alternatives)
+    targets = sequence.token_ids[first + 1 : min(first + num_tokens + 1, sequence.num_prompt_tokens)]
+    return PromptRow(targets, num_alternatives) if first + len(targets) >= sequence.next_prompt_logprob else None

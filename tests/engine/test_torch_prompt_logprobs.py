@@ -98,6 +98,17 @@ def test_a_prompt_with_unusable_logits_or_an_unknown_token_fails_alone(tiny_llam
     assert result.prompt_logprobs[2] == _alone(tiny_device(tiny_llama, kernel_cache), good.token_ids)
 
 
+def test_a_prompt_that_failed_is_not_sampled_from(tiny_llama: Path, kernel_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = tiny_device(tiny_llama, kernel_cache)
+    recorder = LogitsRecorder(device)
+    sound = recorder.logits
+    monkeypatch.setattr(recorder, "logits", lambda hidden: sound(hidden) * (torch.nan if len(hidden) == 19 else 1.0))
+    failing, good = (Driven(name, _prompt(20, seed=4), (place, place + 1)) for name, place in (("failing", 3), ("good", 7)))
+    result = execute(device, _asking(failing, 20), good.chunk(20))
+    assert list(result.failed) == [0]
+    assert [len(tokens) for tokens in result.sampled] == [0, 1]
+
+
 def test_a_chunk_may_ask_for_fewer_than_its_tokens_or_for_none(tiny_llama: Path, kernel_cache: Path) -> None:
     device = tiny_device(tiny_llama, kernel_cache)
     prompt = _prompt(20, seed=6)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from checks.one_engine import Prompt, Setup, run_engine
 from checks.tiny_models import FAMILIES, VOCAB_SIZE, WINDOW, write_tiny_model
 from engine.config import AttentionBackendName
 from engine.model import LoadedModel, load_model
@@ -104,6 +105,19 @@ def test_logits_have_the_same_bits_alone_batched_and_chunked(family: Family, ker
         torch.set_num_threads(1)
     for place, (own, batched) in enumerate(zip(alone.logits, subject.logits, strict=True)):
         assert torch.equal(own, batched), f"token {place} of the output"
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+async def test_preempted_sequences_and_prefix_hits_give_the_same_tokens(family: Family, kernel_cache: Path, backend: AttentionBackendName) -> None:
+    asked = [Prompt(tuple(prompt(length)), NUM_TOKENS) for length in LENGTHS]
+    expected = [family.expected(length)[0][length:] for length in LENGTHS]
+    options = {"attention_backend": backend, "cache_dir": kernel_cache, "num_threads": 1, "max_num_batched_tokens": 128, "max_prefill_tokens_per_step": 64}
+    tight = await run_engine(family.directory, asked, Setup("preempted", {**options, "num_blocks": 22, "max_model_len": 160, "reserve_output_tokens": 1}))
+    assert tight.num_preemptions > 0
+    assert tight.outputs == expected
+    repeated = await run_engine(family.directory, asked, Setup("prefix hits", {**options, "enable_prefix_caching": True}, rounds=2))
+    assert repeated.num_cached_tokens >= 9 * 16
+    assert repeated.outputs == expected
 
 
 def test_a_model_in_bfloat16_says_that_it_is_not_steady(family: Family) -> None:

@@ -269,6 +269,8 @@ class AsyncEngine:
             cause = error
         with contextlib.suppress(RuntimeError):  # the loop itself is closed: nobody waits any more
             self._loop.call_soon_threadsafe(self._die, cause)
+        # Behind the word of the death: a step that hangs would keep it back.
+        self._engine.close()
 
     def _turn(self) -> bool:
         """Waits for something to come, takes all that is there, then launches a step if none is in flight; False when told to stop."""

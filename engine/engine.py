@@ -230,6 +230,10 @@ class Engine:
         self.complete()
         return True
 
+    def close(self) -> None:
+        """Ends the device, behind a step in flight."""
+        self._device.close()
+
     def _tell_moves(self, now: int) -> None:
         """What the scheduler did to sequences besides planning their chunks."""
         for victim in self.scheduler.preempted:

@@ -82,3 +82,7 @@ class Device(Protocol):
         (design rule 7). Its callbacks run on a thread of the device.
         """
         ...
+
+    def close(self) -> None:
+        """Ends the device's own thread, behind a step in flight; nothing is launched any more. Idempotent."""
+        ...

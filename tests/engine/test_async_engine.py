@@ -262,3 +262,12 @@ async def test_nothing_is_lost_when_the_stream_is_read_late() -> None:
         events = await stream.get()
         assert len(token_ids(events)) == 5
         engine.release("s")
+
+
+async def test_a_stopped_engine_leaves_no_thread_of_its_device() -> None:
+    before = set(threading.enumerate())
+    async with running_fake_engine() as (engine, _):
+        await collect(engine, a_spec("s"))
+        names = {thread.name.partition("_")[0] for thread in set(threading.enumerate()) - before}
+        assert {"engine", "fake device"} <= names
+    assert not [thread.name for thread in set(threading.enumerate()) - before if not thread.name.startswith("asyncio")]

@@ -50,6 +50,10 @@ class FakeDevice:
         self._launched = (plan, future)
         return future
 
+    def close(self) -> None:
+        """See engine.step.Device."""
+        self._thread.shutdown()
+
     @property
     def touched(self) -> frozenset[int]:
         """Blocks that the launched step of a late device may read or write."""

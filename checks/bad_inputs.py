@@ -140,6 +140,12 @@ def _prompts() -> Iterator[BadInput]:
     yield _ids("over the vocabulary", lambda facts: [1, facts.vocab_size])
     negative = bytes_field(_NUMBERS["token_ids"], bytes_field(1, varint(1) + varint(-1)))
     yield BadInput("token ids of -1 as a varint", "token_ids.ids", lambda _: negative, field="token_ids.ids")
+    for path in ("token_ids.ids", "output_token_ids", "sampling_params.stop_token_ids", "sampling_params.bad_words_ids.ids"):
+        cut = _raw(_nested(path, bytes_field(_number_of(path), varint(2**32 + 1))))  # protobuf alone makes a 1 of it
+        yield BadInput(f"{path} of 2^32 + 1", path, cut, field=path)
+    key = varint_field(1, 2**32 + 1) + bytes((2 << 3 | 5,)) + bytes(4)
+    bias = _raw(_nested("sampling_params.logit_bias", bytes_field(_number_of("sampling_params.logit_bias"), key)))
+    yield BadInput("logit_bias of token 2^32 + 1", "sampling_params.logit_bias", bias, field="sampling_params.logit_bias.key")
     many = bytes_field(_NUMBERS["token_ids"], bytes_field(1, b"\x01" * (8 * _MIB)))
     yield BadInput("8 million token ids", "token_ids.ids", lambda _: many, field="token_ids", light=False)
     yield BadInput("no turns", "chat.messages.role", _always(chat=_chat()), field="chat.messages")

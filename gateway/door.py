@@ -15,8 +15,10 @@ from tandem.v1 import gateway_pb2, gateway_pb2_grpc
 
 SERVICE = gateway_pb2.DESCRIPTOR.services_by_name["GatewayService"]
 _MAX_UTF8_BYTES = 4
-_MAX_VARINT_BYTES = 10
-"""Of an id; a negative number has as many."""
+_MAX_ID_BYTES = 5
+"""A tag stands in front of ids that are not packed; more than four of their own are refused wherever they are."""
+_MAX_HEADER_BYTES = 6
+"""Tag and length of a packed list."""
 _OTHER_BYTES = 1 << 20
 """For what is short in a request's parameters, by far."""
 _RECORDS_PER_MESSAGE = 3
@@ -26,16 +28,16 @@ M = TypeVar("M", bound=Message)
 def wire_limits(model: ServedModel, limits: RequestLimits) -> WireLimits:
     """Far above what `check_request` lets through, so that it is the one that says what the limit is in all but monstrous cases."""
     text = _MAX_UTF8_BYTES * model.max_model_len * model.longest_token_chars
-    ids = _MAX_VARINT_BYTES * model.max_model_len
-    lists = limits.max_logit_biases + limits.max_stop_strings + limits.max_bad_words + 2 * limits.max_bad_words_ids
+    ids = _MAX_ID_BYTES * model.max_model_len
+    lists = 2 * limits.max_logit_biases + limits.max_stop_strings + limits.max_bad_words + 2 * limits.max_bad_words_ids
     return WireLimits(
         max_records=_RECORDS_PER_MESSAGE * limits.max_messages + 2 * lists,
         max_bytes={
             "text": text,
-            "token_ids": ids + _MAX_VARINT_BYTES,
+            "token_ids": ids + _MAX_HEADER_BYTES,
             "output_token_ids": ids,
             "chat.messages.content": text,
-            "sampling_params": _MAX_VARINT_BYTES * model.vocab_size + _OTHER_BYTES,
+            "sampling_params": _MAX_ID_BYTES * model.vocab_size + _OTHER_BYTES,
         },
     )
 

@@ -160,8 +160,7 @@ def check_sampling(params: SamplingParams, model: ServedModel, limits: RequestLi
     if params.HasField("max_tokens"):
         raise_if("sampling_params.min_tokens", min_tokens_problem(params.min_tokens, params.max_tokens))
     if params.min_tokens and params.allowed_token_ids:
-        ends = end_token_ids(params, model)
-        nothing_left = all(token_id in ends for token_id in params.allowed_token_ids)
+        nothing_left = end_token_ids(params, model).issuperset(params.allowed_token_ids)
         raise_if("sampling_params.allowed_token_ids", "must hold one that does not end the sequence, as min_tokens is above 0" if nothing_left else None)
 
 

@@ -28,6 +28,10 @@ _WIRE_TYPES = {
 }
 """Of the kinds that requests use; all others are varints."""
 _MAX_VARINT_BYTES = 10
+_LONGEST_ID_BYTES = 4
+"""Of a packed number: all of them are token ids, and no vocabulary is of 2^28."""
+_GOES_ON = bytes(byte >> 7 for byte in range(256))
+"""Marks the bytes of varints behind which another one comes."""
 _WRAPPER = "request"
 """The field by which a request message of its own wraps a GenerateRequest: no part of the names of what is in it."""
 
@@ -41,7 +45,7 @@ class WireLimits:
     """What a message may hold."""
 
     max_records: int
-    """Fields in all, each element of a repeated field counted, but for packed numbers."""
+    """Fields in all, each element of a repeated field counted, but for packed numbers; an entry of a map is three."""
     max_bytes: Mapping[str, int] = field(default_factory=dict)
     """Of a field by its path, all elements together."""
 
@@ -64,11 +68,10 @@ def _fields_of(descriptor: Descriptor) -> dict[int, _Field]:
 
 def _field_of(each: FieldDescriptor) -> _Field:
     natural = _WIRE_TYPES.get(each.type, _VARINT)
-    is_map = each.message_type is not None and each.message_type.GetOptions().map_entry
     return _Field(
         each.name,
         (natural, _LENGTH) if each.is_repeated else (natural,),  # numbers of a repeated field may come packed
-        None if is_map else each.message_type,
+        each.message_type,
         each.type == FieldDescriptor.TYPE_STRING,
         32 if each.type in (FieldDescriptor.TYPE_UINT32, FieldDescriptor.TYPE_INT32) else 64,
         each.type == FieldDescriptor.TYPE_INT32,
@@ -117,8 +120,11 @@ class _Walk:
         self._bytes(path, length)
         if each.message is not None:
             self.message(each.message, position, position + length, "" if path == _WRAPPER else f"{path}.")
-        elif each.is_text and self.look_at_text:
-            _check_utf8(self.raw[position : position + length], path)
+        elif each.is_text:
+            if self.look_at_text:
+                _check_utf8(self.raw[position : position + length], path)
+        elif _VARINT in each.wire_types:
+            _check_packed(self.raw[position : position + length], path)
         return position + length
 
     def _bytes(self, path: str, length: int) -> None:
@@ -145,6 +151,12 @@ def _fits(value: int, each: _Field) -> bool:
         half = 1 << (each.num_bits - 1)
         return value < half or (1 << 64) - half <= value < 1 << 64
     return value < 1 << each.num_bits
+
+
+def _check_packed(numbers: bytes, path: str) -> None:
+    """By means that look at all of them at once: there may be as many as the vocabulary has tokens."""
+    if numbers.translate(_GOES_ON).find(b"\1" * _LONGEST_ID_BYTES) >= 0:
+        raise invalid_argument(path, f"holds a number of more than {7 * _LONGEST_ID_BYTES} bits, which is no token id")
 
 
 def _check_utf8(text: bytes, path: str) -> None:

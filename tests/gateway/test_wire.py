@@ -44,10 +44,10 @@ def test_a_request_of_every_field_passes(model: ServedModel) -> None:
     request.sampling_params.MergeFrom(
         generation_pb2.SamplingParams(
             stop=["a"] * 16,
-            logit_bias=dict.fromkeys(range(400), 1.0),
+            logit_bias=dict.fromkeys(range(1024), 1.0),
             bad_words=["x"] * 128,
             bad_words_ids=[generation_pb2.TokenIds(ids=[1] * 64)] * 256,
-            allowed_token_ids=range(420),
+            allowed_token_ids=range(419, -1, -1),
         )
     )
     parse = strictly(Request, wire_limits(model, RequestLimits()))
@@ -84,6 +84,12 @@ def test_bytes_that_pass_have_no_unknown_field(raw: bytes) -> None:
         (record(6, varint(5 << 3) + varint(-1)), "sampling_params.max_tokens"),
         (varint(7 << 3) + varint(2**31), "priority"),
         (record(6, varint(3 << 3) + varint(-(2**31) - 1)), "sampling_params.top_k"),
+        (record(4, record(1, varint(5) + varint(2**32 + 1) + varint(6))), "token_ids.ids"),
+        (record(8, varint(2**32 + 1)), "output_token_ids"),
+        (record(6, record(8, varint(2**32 + 1))), "sampling_params.stop_token_ids"),
+        (record(6, record(22, record(1, varint(2**35)))), "sampling_params.bad_words_ids.ids"),
+        (record(6, record(19, varint(1 << 3) + varint(2**32 + 5) + varint(2 << 3 | 5) + bytes(4))), "sampling_params.logit_bias.key"),
+        (record(6, record(19, varint(1 << 3) + varint(5) + varint(9 << 3) + varint(1))), "sampling_params.logit_bias.9"),
     ],
 )
 def test_what_protobuf_would_keep_or_cut_is_refused_by_name(raw: bytes, field: str, model: ServedModel) -> None:

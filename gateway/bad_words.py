@@ -17,7 +17,8 @@ def bad_words_runs(words: Sequence[str], tokenizer: Tokenizer, limits: RequestLi
     runs: list[list[int]] = []
     for index, word in enumerate(words):
         inside = _run(word, index, tokenizer, limits)
-        at_start = _run(" " + word.lstrip(), index, tokenizer, limits)
+        # White space begins no word: a line break, forbidden as one, would take the space with it.
+        at_start = _run(" " + word.lstrip(), index, tokenizer, limits) if word.strip() else inside
         runs += [inside] if at_start[0] == inside[0] else [inside, at_start]
     return runs
 

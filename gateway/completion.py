@@ -10,6 +10,8 @@ from gateway.served_model import ServedModel
 from gateway.stop_strings import StopStrings
 from tandem.v1 import decode_pb2, gateway_pb2, generation_pb2
 
+_DECODES_REASONS = (generation_pb2.FINISH_REASON_STOP, generation_pb2.FINISH_REASON_LENGTH, generation_pb2.FINISH_REASON_ABORT)
+
 
 class BrokenStreamError(Exception):
     """Decode's stream skips or repeats something: a bug, and no text may come of it."""
@@ -52,10 +54,9 @@ class Completion:
         return self._take(message)
 
     def _take(self, message: decode_pb2.DecodeServiceGenerateResponse) -> gateway_pb2.GenerateResponse | None:
-        if message.token_ids and message.position != self.num_tokens:
-            raise BrokenStreamError(f"token {message.position} of sample {self.index} came after {self.num_tokens} tokens")
+        self._check(message)
         response, pieces = self._message(), []
-        for token_id, logprobs in zip_longest(message.token_ids, message.logprobs[: len(message.token_ids)]):
+        for token_id, logprobs in zip_longest(message.token_ids, message.logprobs):
             pieces.append(self._take_token(token_id))
             response.token_ids.append(token_id)
             if logprobs is not None:
@@ -66,6 +67,18 @@ class Completion:
             pieces.append(self._end(message.finish))
         response.text = "".join(pieces)
         return self._ended(response) if message.token_ids or self.finished else None
+
+    def _check(self, message: decode_pb2.DecodeServiceGenerateResponse) -> None:
+        """Raises BrokenStreamError for what no answer to this request can hold."""
+        num_tokens, asked = len(message.token_ids), self._request.sampling_params.HasField("logprobs")
+        if num_tokens and message.position != self.num_tokens:
+            raise BrokenStreamError(f"token {message.position} of sample {self.index} came after {self.num_tokens} tokens")
+        if self.num_tokens + num_tokens > self._request.max_tokens:
+            raise BrokenStreamError(f"{self.num_tokens + num_tokens} tokens of sample {self.index}, above max_tokens {self._request.max_tokens}")
+        if len(message.logprobs) != (num_tokens if asked else 0):
+            raise BrokenStreamError(f"{len(message.logprobs)} log probabilities for {num_tokens} tokens of sample {self.index}")
+        if message.HasField("finish") and message.finish.finish_reason not in _DECODES_REASONS:
+            raise BrokenStreamError(f"sample {self.index} has ended for reason {message.finish.finish_reason}")
 
     def ended_message(self) -> gateway_pb2.GenerateResponse:
         """The only message of a resume that had ended before."""

@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rpc.channels import MAX_MESSAGE_BYTES
+from rpc.errors import exhausted
 from tandem.v1 import gateway_pb2
 
 
 @dataclass(slots=True)
 class WholeAnswer:
-    """Takes the pieces of a stream in order."""
+    """Takes the pieces of a stream in order, as long as they fit into one message."""
 
     _response: gateway_pb2.GenerateUnaryResponse = field(default_factory=gateway_pb2.GenerateUnaryResponse)
     _choices: dict[int, gateway_pb2.Choice] = field(default_factory=dict)
     _texts: dict[int, list[str]] = field(default_factory=dict)
+    _num_bytes: int = 0
 
     async def add(self, piece: gateway_pb2.GenerateResponse) -> None:
-        """Takes the next piece."""
+        """Takes the next piece. Raises StatusError once the whole would be more than a message may be: nobody could take it."""
+        self._num_bytes += piece.ByteSize() - len(piece.request_id)
+        if self._num_bytes > MAX_MESSAGE_BYTES:
+            raise exhausted("MESSAGE_TOO_LARGE", f"the whole answer is above the {MAX_MESSAGE_BYTES >> 20} MiB of a message; Generate streams it", None)
         response = self._response
         response.request_id = piece.request_id
         response.prompt_logprobs.extend(piece.prompt_logprobs)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 
 import grpc
@@ -305,7 +306,7 @@ async def test_a_slow_reader_stops_decode_and_not_the_memory(model: ServedModel)
             written += 1
 
     async with house(model, floods) as h:
-        call = h.stub.Generate(ask("x"))
+        call = h.stub.Generate(ask("x", logprobs=0))
         await call.read()
         last = -1
         while last != written:
@@ -313,6 +314,23 @@ async def test_a_slow_reader_stops_decode_and_not_the_memory(model: ServedModel)
             await asyncio.sleep(0.3)
         assert written < 300, "200 KB each: decode waits for the client within some megabytes"
         call.cancel()
+
+
+async def test_a_whole_answer_that_no_message_can_hold_ends_as_soon_as_that_is_sure(model: ServedModel) -> None:
+    large = generation_pb2.TokenLogprob(top_logprobs=[generation_pb2.TopLogprob(token_id=1, logprob=-0.5)] * 20_000)
+
+    async def floods(_: object, __: object, context: grpc.aio.ServicerContext[object, object]) -> None:
+        for position in itertools.count():
+            await context.write(Response(token_ids=[5], position=position, logprobs=[large]))
+
+    async with house(model, floods) as h:
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await h.stub.GenerateUnary(gateway_pb2.GenerateUnaryRequest(request=ask("x", logprobs=0)), timeout=WAIT_S)
+        error = StatusError.of(failed.value)
+        assert (error.code, error.reason) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "MESSAGE_TOO_LARGE")
+        async with asyncio.timeout(WAIT_S):
+            await h.decodes[0].idle.wait()
+        assert h.metric("requests_total", finished_reason="error", grpc_code="RESOURCE_EXHAUSTED") == 1
 
 
 async def test_models_and_status_are_told(model: ServedModel) -> None:

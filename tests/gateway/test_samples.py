@@ -129,12 +129,24 @@ async def test_log_probabilities_of_the_prompt_that_do_not_cover_it_are_our_faul
         [Response(token_ids=[5], finish=generation_pb2.Finish(finish_reason=LENGTH)), Response(token_ids=[5], position=1)],
         [Response(token_ids=[5], finish=generation_pb2.Finish(finish_reason=LENGTH))],
         [Response(prompt_logprobs=[generation_pb2.TokenLogprob()])],
+        [Response(token_ids=[5] * 9)],
+        [Response(token_ids=[5], logprobs=[generation_pb2.TokenLogprob()])],
+        [Response(token_ids=[5], finish=generation_pb2.Finish())],
+        [Response.FromString(Response(token_ids=[5]).SerializeToString() + b"\x3a\x02\x08\x4d")],
     ],
 )
 async def test_what_no_sample_can_have_is_our_fault(messages: list[Response], model: ServedModel) -> None:
     async with house(model, says(*messages)) as h:
         with pytest.raises(StatusError) as failed:
-            await h.generate(ask("x", n=2))
+            await h.generate(ask("x", n=2, max_tokens=8))
+        assert failed.value.code is grpc.StatusCode.INTERNAL
+        assert h.metric("requests_total", finished_reason="error", grpc_code="INTERNAL") == 1
+
+
+async def test_tokens_without_the_log_probabilities_that_were_asked_for_are_our_fault(model: ServedModel) -> None:
+    async with house(model, samples([5, 6])) as h:
+        with pytest.raises(StatusError) as failed:
+            await h.generate(ask("x", logprobs=1))
         assert failed.value.code is grpc.StatusCode.INTERNAL
 
 
@@ -188,3 +200,10 @@ async def test_words_that_may_not_be_said_go_out_as_tokens(model: ServedModel) -
         with pytest.raises(StatusError) as refused:
             await h.generate(ask("x", bad_words=["France"] * 128, bad_words_ids=[[1]] * 200))
         assert refused.value.field == "sampling_params.bad_words"
+
+
+@pytest.mark.parametrize("word", [" ", "\n", "\n\n", "\t "])
+async def test_white_space_that_may_not_be_said_is_no_other_white_space(word: str, model: ServedModel) -> None:
+    async with house(model, tokens([5])) as h:
+        await h.generate(ask("x", bad_words=[word]))
+        assert [list(run.ids) for run in h.decodes[0].requests[0].sampling_params.bad_words_ids] == [ids_of(model, word)]

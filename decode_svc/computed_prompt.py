@@ -78,14 +78,25 @@ async def ask(
     start.num_cached_blocks = num_cached_blocks
     start.transports.extend(transports)
     start.process_id = PROCESS_ID
+    asked_ns = time.monotonic_ns()
     await call.start(start)
     logprobs = PromptLogprobs(job, pool.engine.model.vocab_size)
     done = await call.done(handover, logprobs)
     at_ns = time.monotonic_ns()
     logprobs.check_complete()
     first = _first_tokens(pool, job, done)
-    pool.pace.saw(queue_s=done.queue_s, prefill_s=done.prefill_s, num_tokens=done.computed_tokens)
+    _check_numbers(job, done)
+    # What one instance says here decides about attempts at all others: it cannot have taken longer than the call did.
+    elapsed_s = (at_ns - asked_ns) / 1e9
+    pool.pace.saw(queue_s=min(done.queue_s, elapsed_s), prefill_s=min(done.prefill_s, elapsed_s), num_tokens=done.computed_tokens)
     return ComputedPrompt(done, first, logprobs.entries, at_ns)
+
+
+def _check_numbers(job: Job, done: prefill_pb2.PrefillDone) -> None:
+    if not (done.queue_s >= 0.0 and done.prefill_s >= 0.0):  # NaN is neither
+        raise HandoverProtocolError(f"prefill says that {done.queue_s} s of queue and {done.prefill_s} s of work have passed")
+    if done.cached_tokens > job.num_tokens:
+        raise HandoverProtocolError(f"prefill says that {done.cached_tokens} of {job.num_tokens} tokens were cached")
 
 
 def _first_tokens(pool: DecodePool, job: Job, done: prefill_pb2.PrefillDone) -> tuple[FirstToken, ...]:

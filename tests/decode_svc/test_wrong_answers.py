@@ -26,6 +26,13 @@ FIRST: dict[str, Change] = {
     "a log probability of another token": lambda done: done.first_tokens[0].logprob.CopyFrom(generation_pb2.TokenLogprob(token_id=1)),
     "no number": lambda done: setattr(done.first_tokens[1].logprob, "logprob", float("nan")),
 }
+NUMBERS: dict[str, Change] = {
+    "a queue of no time": lambda done: setattr(done, "queue_s", float("nan")),
+    "work of no time": lambda done: setattr(done, "prefill_s", float("nan")),
+    "a queue of less than no time": lambda done: setattr(done, "queue_s", -1e300),
+    "work of less than no time": lambda done: setattr(done, "prefill_s", -1e300),
+    "more cached than there is": lambda done: setattr(done, "cached_tokens", len(PROMPT) + 1),
+}
 LOGPROBS: dict[str, Callable[[Sequence[Any]], Sequence[Any]]] = {
     "one too few": lambda entries: entries[1:],
     "one too many": lambda entries: [*entries, entries[-1]],
@@ -49,6 +56,23 @@ def _change_done(monkeypatch: pytest.MonkeyPatch, change: Change) -> None:
 async def test_first_tokens_that_were_not_asked_for_fail_the_attempt(change: str, max_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     _change_done(monkeypatch, FIRST[change])
     await _expect_local_fallback(max_tokens)
+
+
+@pytest.mark.parametrize("change", NUMBERS)
+async def test_numbers_that_cannot_be_fail_the_attempt(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _change_done(monkeypatch, NUMBERS[change])
+    await _expect_local_fallback(8)
+
+
+@pytest.mark.parametrize("name", ["queue_s", "prefill_s"])
+async def test_an_instance_that_claims_to_be_slow_takes_no_attempt_from_others(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    _change_done(monkeypatch, lambda done: setattr(done, name, float("inf")))
+    async with open_cluster() as cluster:
+        await cluster.generate(cluster.request(PROMPT, **PARAMS))
+        await cluster.prefills[0].kill()
+        answer = await cluster.generate(cluster.request(PROMPT, **PARAMS))
+        assert answer.streams == alone_streams(PROMPT, **PARAMS)
+        await cluster.assert_nothing_held()
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 8])

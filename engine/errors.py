@@ -5,7 +5,9 @@ EngineError
 ├── CapacityError         not enough allocatable blocks, or no place for a sequence, now
 ├── SequenceTooLongError  the sequence can never fit (context length or whole pool)
 ├── HoldBrokenError       the sequence is gone or its blocks are not in the state that the call needs
-└── SequenceError         an error of one sequence (sampling, non-finite logits)
+└── SequenceError         an error of one sequence (non-finite logits)
+    └── NoTokenLeftError  its sampling parameters forbid every token: whoever sent them is to change them
+    └── NoTokenLeftError  its sampling parameters forbid every token
 """
 
 from __future__ import annotations
@@ -39,3 +41,11 @@ class HoldBrokenError(EngineError):
 
 class SequenceError(EngineError):
     """An error that belongs to one sequence and fails it alone."""
+
+
+class NoTokenLeftError(SequenceError):
+    """The sequence's sampling parameters, which its client chose, forbid every token at a position."""
+
+
+class NoTokenLeftError(SequenceError):
+    """The sampling parameters of a sequence forbid every token at some position."""

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.errors import SequenceError
+from engine.errors import NoTokenLeftError, SequenceError
 from engine.logits_processors import changes_logits, processed
 from engine.noise import gumbel, gumbel_approximately, row_key
 from engine.sampling_params import SampledToken, SamplingParams
@@ -64,7 +64,7 @@ def _sample_one(logits: torch.Tensor, highest: torch.Tensor, best: int, index: i
         values = processed(logits[index], row, eos_token_ids)
         greatest, best = values.amax(), int(values.argmax())
         if greatest == -math.inf:
-            raise SequenceError(f"the sampling parameters leave no token at position {row.position}")
+            raise NoTokenLeftError(f"the sampling parameters leave no token at position {row.position}")
         token_id = best if params.greedy else _draw(values, greatest, row)
     else:
         token_id = best if params.greedy else _draw(logits[index], highest[index], row)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from engine.errors import CapacityError, EngineDeadError, EngineError, HoldBrokenError, SequenceTooLongError
+from engine.errors import CapacityError, EngineDeadError, EngineError, HoldBrokenError, NoTokenLeftError, SequenceTooLongError
 from engine.proto import FieldError
 from rpc.errors import StatusError, aborted, exhausted, internal, invalid_argument, unavailable
 
@@ -17,6 +17,8 @@ def status_of(error: Exception) -> StatusError:
     match error:
         case FieldError():
             return invalid_argument(error.field, error.description)
+        case NoTokenLeftError():
+            return invalid_argument("sampling_params", str(error).removeprefix("the sampling parameters "))
         case SequenceTooLongError():
             return invalid_argument("prompt_token_ids", str(error))
         case CapacityError():

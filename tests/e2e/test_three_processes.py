@@ -72,6 +72,19 @@ async def test_a_common_prefix_is_computed_once_and_changes_nothing(stack: LiveS
     assert int(request.trailers["tandem-kv-bytes"]) == _BLOCK_BYTES, "decode has the four blocks of the prefix already"
 
 
+@pytest.mark.parametrize("n", [1, 3])
+async def test_parameters_that_leave_no_token_are_the_clients_own_mistake_before_and_behind_the_first(stack: LiveStack, n: int) -> None:
+    runs = [[5, 5], [5, 6], [6, 5], [6, 6]]
+    for bad_words_ids, sent in (([[5], [6]], []), (runs, [[5], [6]])):
+        bad = [generation_pb2.TokenIds(ids=run) for run in bad_words_ids]
+        request = await stack.ask(prompt_of(40, seed=350), allowed_token_ids=[5, 6], bad_words_ids=bad, n=n).ended()
+        assert request.outcome == ("INVALID_ARGUMENT", "INVALID_ARGUMENT")
+        assert request.status is not None
+        assert (request.status.field, "leave no token" in request.status.message) == ("sampling_params", True)
+        assert all(tokens in sent for tokens in request.samples.values() if tokens)
+    await stack.assert_nothing_held()
+
+
 @pytest.mark.parametrize("max_tokens", [0, 1])
 async def test_at_most_one_token_needs_no_kv(stack: LiveStack, reference: Reference, max_tokens: int) -> None:
     prompt = prompt_of(40, seed=300 + max_tokens)

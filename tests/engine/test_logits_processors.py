@@ -21,7 +21,7 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from engine.errors import SequenceError
+from engine.errors import NoTokenLeftError, SequenceError
 from engine.logits_processors import changes_logits, processed
 from engine.sampler import sample
 from engine.sampling_params import FinishReason, SampledToken, SamplingParams, finish_of
@@ -161,7 +161,7 @@ def test_a_row_whose_parameters_leave_nothing_fails_alone(temperature: float) ->
     impossible = replace(PLAIN, temperature=temperature, allowed_token_ids=(2, 7), min_tokens=8)
     logits = torch.stack([_logits()] * 3)
     outcomes = sample(logits, [(_row(replace(PLAIN, temperature=temperature)),), (_row(PLAIN), _row(impossible)), (_row(impossible, [*OUTPUT, 3]),)], EOS)
-    assert [type(outcome) for outcome in outcomes] == [tuple, SequenceError, tuple]
+    assert [type(outcome) for outcome in outcomes] == [tuple, NoTokenLeftError, tuple]
     assert str(outcomes[1]) == f"the sampling parameters leave no token at position {len(PROMPT) + len(OUTPUT)}"
     assert isinstance(outcomes[2], tuple)
     assert outcomes[2][0].token_id in EOS

@@ -19,7 +19,7 @@ from decode_svc.peers import parse_targets
 from decode_svc.settings import DecodeSettings
 from engine.async_engine import AsyncEngine
 from engine.config import ConfigError, EngineConfig
-from engine.errors import CapacityError, EngineDeadError, HoldBrokenError, SequenceError, SequenceTooLongError
+from engine.errors import CapacityError, EngineDeadError, HoldBrokenError, NoTokenLeftError, SequenceError, SequenceTooLongError
 from engine.proto import FieldError
 from engine.sampling_params import SamplingParams
 from engine.sequence import SequenceKind, SequenceSpec
@@ -156,6 +156,7 @@ async def test_readiness_asks_the_engine_and_metrics_follow_it() -> None:
         (CapacityError("sequences", 1, 0), "RESOURCE_EXHAUSTED", "NO_SEQUENCE_SLOT"),
         (EngineDeadError("gone"), "UNAVAILABLE", "ENGINE_DEAD"),
         (HoldBrokenError("gone"), "ABORTED", "HOLD_BROKEN"),
+        (NoTokenLeftError("the sampling parameters leave no token at position 3"), "INVALID_ARGUMENT", "INVALID_ARGUMENT"),
         (SequenceError("not finite"), "INTERNAL", "INTERNAL"),
         (RuntimeError("secret"), "INTERNAL", "INTERNAL"),
     ],

@@ -7,7 +7,6 @@ EngineError
 ├── HoldBrokenError       the sequence is gone or its blocks are not in the state that the call needs
 └── SequenceError         an error of one sequence (non-finite logits)
     └── NoTokenLeftError  its sampling parameters forbid every token: whoever sent them is to change them
-    └── NoTokenLeftError  its sampling parameters forbid every token
 """
 
 from __future__ import annotations
@@ -45,7 +44,3 @@ class SequenceError(EngineError):
 
 class NoTokenLeftError(SequenceError):
     """The sequence's sampling parameters, which its client chose, forbid every token at a position."""
-
-
-class NoTokenLeftError(SequenceError):
-    """The sampling parameters of a sequence forbid every token at some position."""

@@ -34,7 +34,8 @@ _TOP_P_CANDIDATES = (256, 4096)
 def sample(logits: torch.Tensor, samples: Sequence[Sequence[SampleRow]], eos_token_ids: frozenset[int]) -> list[tuple[SampledToken, ...] | SequenceError]:
     """Samples one token for each of `samples[i]` from row i of `logits`, float32 [rows, vocabulary].
 
-    A row with NaN, with +inf or without any finite logit, and one of whose tokens a sample's parameters leave none, gives a SequenceError in its place.
+    A row with NaN, with +inf or without any finite logit gives a SequenceError in its place, one of whose tokens a sample's parameters leave none a
+    NoTokenLeftError.
     """
     highest = logits.amax(dim=-1)
     usable = torch.isfinite(highest).tolist()

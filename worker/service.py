@@ -107,7 +107,8 @@ async def _running(worker: Worker, service: Service, settings: WorkerSettings) -
             yield
         finally:
             try:
-                await engine.stop()
+                # The watchdog's bound is the shorter one, and the only one that ends a process whose step hangs: the interpreter waits for the device's thread.
+                await engine.stop(timeout_s=2 * settings.max_stall_s)
             except (TimeoutError, EngineDeadError) as error:
                 service.fail(error)
             await asyncio.to_thread(watchdog.stop)

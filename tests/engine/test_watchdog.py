@@ -32,6 +32,7 @@ def _worker(kind: str) -> Iterator[subprocess.Popen[str]]:
     ("kind", "frame", "named"),
     [
         ("hung kernel", "hang_in_kernel", "no progress of engine:"),
+        ("hung kernel at the end", "hang_in_kernel", "no progress of engine:"),
         ("hung loop", "hang_the_loop", "no progress of loop:"),
         ("held GIL", "hold_the_gil", None),
         ("endless match", "match_without_end", None),

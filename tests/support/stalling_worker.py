@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+import functools
 import re
 import sys
-import threading
 import time
 from collections.abc import AsyncIterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -52,8 +52,11 @@ def match_without_end() -> None:
 
 
 def _hang_first_step(device: FakeDevice) -> None:
+    # A pool's thread, as a device's is: the interpreter waits for it at its end.
+    thread = ThreadPoolExecutor(1)
+
     def launch(plan: StepPlan) -> Future[StepResult]:
-        threading.Thread(target=hang_in_kernel, daemon=True).start()
+        thread.submit(hang_in_kernel)
         return Future()
 
     device.launch = launch  # type: ignore[method-assign]
@@ -73,8 +76,9 @@ def _build(kind: str, max_stall_s: float) -> AsyncEngine:
     if kind == "slow warm-up":
         time.sleep(2 * max_stall_s)
     engine, device = fake_engine()
-    if kind == "hung kernel":
+    if kind.startswith("hung kernel"):
         _hang_first_step(device)
+        engine.stop = functools.partial(engine.stop, timeout_s=0.1)  # type: ignore[method-assign]  # unless the worker says how long
     if kind == "long load":
         _slow_down(device, max_stall_s / _STEPS_A_STALL)
     return engine
@@ -85,7 +89,7 @@ def _spec(max_tokens: int) -> SequenceSpec:
 
 
 async def _use(engine: AsyncEngine, kind: str, max_stall_s: float) -> None:
-    if kind in ("hung kernel", "hung loop", "held GIL", "endless match"):
+    if kind in ("hung kernel", "hung kernel at the end", "hung loop", "held GIL", "endless match"):
         print("stalls", flush=True)
     match kind:
         case "hung kernel":
@@ -93,6 +97,9 @@ async def _use(engine: AsyncEngine, kind: str, max_stall_s: float) -> None:
             while True:  # calls are answered all the time, and that is no sign of life
                 await engine.report()
                 await asyncio.sleep(max_stall_s / 20)
+        case "hung kernel at the end":
+            engine.submit(_spec(1))
+            await engine.report()
         case "hung loop":
             hang_the_loop()
         case "held GIL":

@@ -99,8 +99,8 @@ def tiny_subject(family: str, directory: Path) -> Subject:
 
 
 def real_subject(model: Path) -> Subject:
-    """Prompts of the project's own text."""
-    count, longest, num_output = (3, 60, 6) if quick() else (10, 700, 24)
+    """Prompts of the project's own text; the longest is longer than Gemma's window."""
+    count, longest, num_output = (3, 60, 6) if quick() else (8, 700, 12)
     prompts = [Prompt(tuple(ids), num_output) for ids in mixed_prompts(model, count, longest=longest, seed=3)]
     return Subject(model.name, model, prompts, reference(model, prompts))
 

@@ -86,7 +86,8 @@ class HandoverAttempt:
             if is_own_cancel():
                 sending.cancel()
             else:
-                # The tokens are on their way and cannot be taken back: what follows must know that the client has them.
+                # The tokens are on their way and cannot be taken back: what follows must know that the client has them. Prefill's blocks need not wait for it.
+                call.cancel()
                 await sending
             raise
         await sending
@@ -95,7 +96,7 @@ class HandoverAttempt:
 async def compute_first_tokens(rpc: GenerateRpc, peer: PrefillPeer, job: Job, report: decode_pb2.PromptReport) -> None:
     """At most one token a sample is wanted: nothing is reserved here and nothing is copied. Raises AttemptFailedError, StatusError."""
     await rpc.output.reservation(num_charged_blocks=0, num_blocks=0, cached_tokens=0)
-    with attempt_at(peer.name, rpc.context), prefill_call(peer, rpc.timeout_s()) as call:
+    with attempt_at(peer.name, rpc.context, resumes=bool(job.output_token_ids)), prefill_call(peer, rpc.timeout_s()) as call:
         computed = await ask(call, rpc.pool, job)
         await call.end()
     rpc.output.handed_over(decode_pb2.HandoverReport())

@@ -40,12 +40,15 @@ def is_own_cancel() -> bool:
 
 
 @contextmanager
-def attempt_at(instance: str, context: grpc.aio.ServicerContext[object, object]) -> Iterator[None]:
-    """Sorts what leaves the block: StatusError for the caller's own end or mistake, AttemptFailedError for the rest; a cancel of this RPC stays one."""
+def attempt_at(instance: str, context: grpc.aio.ServicerContext[object, object], *, resumes: bool) -> Iterator[None]:
+    """Sorts what leaves the block: StatusError for the caller's own end or mistake, AttemptFailedError for the rest; a cancel of this RPC stays one.
+
+    What `resumes` a sequence is no mistake of the caller: only this instance is too small for it.
+    """
     try:
         yield
     except grpc.aio.AioRpcError as error:
-        raise _sort(error, instance, context) from error
+        raise _sort(error, instance, context, resumes) from error
     except (HandoverError, FieldError) as error:
         reason = next((name for kind, name in _KV_REASONS if isinstance(error, kind)), "HANDOVER")
         raise AttemptFailedError(instance, reason, str(error)) from error
@@ -57,13 +60,13 @@ def attempt_at(instance: str, context: grpc.aio.ServicerContext[object, object])
         raise AttemptFailedError(instance, "CANCELLED", "the instance ended the call with CANCELLED") from None
 
 
-def _sort(error: grpc.aio.AioRpcError, instance: str, context: grpc.aio.ServicerContext[object, object]) -> StatusError | AttemptFailedError:
+def _sort(error: grpc.aio.AioRpcError, instance: str, context: grpc.aio.ServicerContext[object, object], resumes: bool) -> StatusError | AttemptFailedError:
     code = error.code()
     remaining: float | None = context.time_remaining()
     if code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED) and remaining is not None and remaining <= _OWN_END_S:
         return deadline_exceeded("prefill")
     status = StatusError.of(error)
-    if code is grpc.StatusCode.INVALID_ARGUMENT:
+    if code is grpc.StatusCode.INVALID_ARGUMENT and not resumes:
         return status
     description = f"{code.name} {status.message}"
     return AttemptFailedError(instance, code.name, description, pairs=code is not grpc.StatusCode.FAILED_PRECONDITION)

@@ -34,7 +34,8 @@ class RemotePrompt:
     async def asked(self) -> AsyncIterator[PrefillCall]:
         """The call. What leaves the block is AttemptFailedError when another one may do better, StatusError, or a cancel; the copy counts for nothing then."""
         try:
-            with attempt_at(self._peer.name, self._rpc.context), prefill_call(self._peer, self._rpc.timeout_s()) as call:
+            resumes = bool(self._job.output_token_ids)
+            with attempt_at(self._peer.name, self._rpc.context, resumes=resumes), prefill_call(self._peer, self._rpc.timeout_s()) as call:
                 yield call
         except BaseException as error:
             self._record_span(error=error.reason if isinstance(error, AttemptFailedError) else "cancelled")

@@ -12,6 +12,9 @@ import pytest
 from decode_svc.pool import FailurePolicy
 from engine.async_engine import ReservedSequence
 from engine.sequence import SequenceSpec
+from kvtransfer.errors import SourceGoneError
+from kvtransfer.handover import Handover
+from kvtransfer.inline import InlineReader
 from rpc.errors import StatusError
 from rpc.failpoints import configure_failpoints
 from tandem.v1 import decode_pb2
@@ -31,6 +34,25 @@ def _no_failpoints() -> Iterator[None]:
 
 def _start(cluster: Cluster, timeout_s: float = 20.0, **params: Any) -> Running:
     return Running(cluster, cluster.request(PROMPT, **params), timeout_s)
+
+
+async def test_a_hand_over_that_fails_behind_a_slow_client_keeps_nothing_of_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(*_: object) -> None:
+        raise SourceGoneError("nothing can be read")
+
+    monkeypatch.setattr(InlineReader, "read", fail)
+    # Prefill still works when reading fails behind its last word.
+    monkeypatch.setattr(Handover, "guard", lambda handover, step: step)
+    async with open_cluster() as cluster:
+        configure_failpoints("decode=delay:30")  # a first token that does not get through
+        running = _start(cluster)
+        prefill = cluster.prefills[0]
+        await until(lambda: bool(prefill.device.plans))
+        await until(lambda: not len(prefill.pool.holds))
+        assert not running.task.done()
+        running.call.cancel()
+        await asyncio.wait({running.task})
+        await cluster.assert_nothing_held()
 
 
 @pytest.mark.parametrize("transport", ["memory", "inline"])

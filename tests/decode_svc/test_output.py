@@ -110,6 +110,7 @@ async def test_first_tokens_on_their_way_count_as_sent_when_prefill_ends_the_cal
         asyncio.get_running_loop().call_soon(context.let_go.set)
         raise failure
 
+    call: Any = SimpleNamespace(cancel=lambda: None)
     with pytest.raises(type(failure)):
-        await asyncio.wait_for(attempt._send_and_confirm(None, SimpleNamespace(confirmed=confirmed), computed, DecodeSpan(None)), 5)
+        await asyncio.wait_for(attempt._send_and_confirm(call, SimpleNamespace(confirmed=confirmed), computed, DecodeSpan(None)), 5)
     assert output.token_ids == ([7], [8])

@@ -90,6 +90,25 @@ async def test_samples_that_had_ended_are_not_resumed(phase: str) -> None:
         await cluster.assert_nothing_held()
 
 
+@pytest.mark.parametrize("n", [1, 4])
+async def test_an_instance_too_small_for_the_tokens_that_went_out_costs_an_attempt(n: int) -> None:
+    params = FOUR | {"n": n}
+    async with open_cluster(num_prefills=2, prefill_options={"max_model_len": len(PROMPT) + 1}) as cluster:
+        running = await _lose_prefill(cluster, "kv.hold", params)
+        answer = await asyncio.wait_for(running.task, 10)
+        assert answer.streams == alone_streams(PROMPT, **params)
+        assert {(report.path, report.num_failed_attempts) for report in answer.prompts[1:]} == {(decode_pb2.PROMPT_PATH_LOCAL_FALLBACK, 2)}
+        await cluster.assert_nothing_held()
+
+
+async def test_a_prompt_too_long_for_prefill_is_the_callers_mistake() -> None:
+    async with open_cluster(prefill_options={"max_model_len": len(PROMPT)}) as cluster:
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await cluster.generate(cluster.request(PROMPT, **FOUR))
+        assert failed.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        await cluster.assert_nothing_held()
+
+
 @pytest.mark.parametrize("phase", IN_PREFILL)
 async def test_without_another_way_the_hand_over_fails_cleanly(phase: str) -> None:
     async with open_cluster(policy=FailurePolicy(max_prefill_attempts=1, max_local_prefill_tokens=len(PROMPT) - 1)) as cluster:

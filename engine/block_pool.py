@@ -7,17 +7,22 @@ owner by name). `free + cached + held = all` after every call.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import MutableSequence, Sequence
 
 from engine.errors import CapacityError
 
 
 class BlockPool:
-    """References on blocks by owner name, and an index of filled prefixes. Touched by the engine thread only."""
+    """References on blocks by owner name, and an index of filled prefixes. Touched by the engine thread only.
 
-    def __init__(self, num_blocks: int) -> None:
+    `generations`, when given, is kept by the pool: of each block a 32-bit number that grows by one when the block gets its first holder and when it loses its
+    last one, so that it is odd while the block is held, and who reads the memory on his own can see whether it still holds what he was told.
+    """
+
+    def __init__(self, num_blocks: int, generations: MutableSequence[int] | memoryview | None = None) -> None:
         if num_blocks < 1:
             raise ValueError(f"num_blocks must be at least 1, got {num_blocks}")
+        self._generations = generations if generations is not None else [0] * num_blocks
         self.num_blocks = num_blocks
         self._free: deque[int] = deque(range(num_blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -62,6 +67,7 @@ class BlockPool:
         taken = [self._take_empty() for _ in range(num_blocks)]
         for block in taken:
             self._references[block] = 1
+            self._next_generation(block)
         if taken:
             self._owners.setdefault(owner, []).extend(taken)
         return taken
@@ -86,6 +92,7 @@ class BlockPool:
                 if block not in self._cached:
                     raise ValueError(f"block {block} is free: nothing can be acquired there")
                 del self._cached[block]
+                self._next_generation(block)
                 num_woken += 1
             self._references[block] += 1
         if blocks:
@@ -106,7 +113,11 @@ class BlockPool:
         if blocks:
             self._owners.setdefault(to, []).extend(blocks)
 
+    def _next_generation(self, block: int) -> None:
+        self._generations[block] = (self._generations[block] + 1) & 0xFFFFFFFF
+
     def _set_down(self, block: int) -> None:
+        self._next_generation(block)
         name = self._hashes[block]
         if self._filled[block] and name is not None and self._index.get(name) == block:
             self._cached[block] = None
@@ -157,6 +168,7 @@ class BlockPool:
             for block in blocks:
                 references[block] += 1
         assert references == self._references, "references and owners differ"
+        assert all(self._generations[block] % 2 == (count > 0) for block, count in enumerate(references)), "a generation is odd exactly while its block is held"
         held = {block for block, count in enumerate(references) if count}
         free, cached = set(self._free), set(self._cached)
         assert len(free) == len(self._free), "a block is free twice"

@@ -27,7 +27,7 @@ def build_engine(config: EngineConfig) -> AsyncEngine:
     Takes seconds and blocks: call it before a loop serves anybody. Raises ConfigError, ModelError or UnsupportedModelError, all of which a user can cause.
     """
     facts, kv_cache, device = build_torch_engine_parts(config)
-    return AsyncEngine(Engine(facts, config.limits, device, num_blocks=kv_cache.num_blocks), kv_cache)
+    return AsyncEngine(Engine(facts, config.limits, device, num_blocks=kv_cache.num_blocks, generations=kv_cache.generations), kv_cache)
 
 
 def build_torch_engine_parts(config: EngineConfig) -> tuple[ModelFacts, HostKvCache, TorchDevice]:

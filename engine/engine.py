@@ -47,10 +47,11 @@ class Engine:
     errors of one sequence end that sequence.
     """
 
-    def __init__(self, model: ModelFacts, limits: EngineLimits, device: Device, *, num_blocks: int) -> None:
+    def __init__(self, model: ModelFacts, limits: EngineLimits, device: Device, *, num_blocks: int, generations: memoryview | None = None) -> None:
+        """`generations` as of BlockPool: a table beside the pool's memory."""
         self.model = model
         self.limits = limits
-        self.pool = BlockPool(num_blocks)
+        self.pool = BlockPool(num_blocks, generations)
         self.tables = BlockTables(self.pool, limits, block_size=model.layout.block_size, max_model_len=model.max_model_len)
         self.scheduler = Scheduler(self.tables, limits)
         self._device = device

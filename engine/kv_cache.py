@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 from dataclasses import dataclass
@@ -9,13 +10,18 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+_F_SEAL_FUTURE_WRITE = 0x10  # Linux 5.1; not in fcntl before Python 3.13
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | _F_SEAL_FUTURE_WRITE | fcntl.F_SEAL_SEAL
+"""What a pool's memfd is sealed with."""
+PROBE_BYTES = 1 << 20
 _MADV_POPULATE_WRITE = 23
+_ALIGNMENT = 64
 _BYTES_PER_ELEMENT = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
 class KvLayout:
-    """Shape and meaning of a pool; two pools pair only when these are equal. Byte order within a block: [layer][K, V][token][kv head][element]."""
+    """Shape and meaning of a pool. Byte order within a block: [head shard][layer][K, V][token][kv head of the shard][element]."""
 
     model_fingerprint: str
     dtype: str
@@ -24,6 +30,7 @@ class KvLayout:
     head_dim: int
     block_size: int
     version: int = 1
+    num_head_shards: int = 1
 
     @property
     def block_bytes(self) -> int:
@@ -38,21 +45,36 @@ class KvLayout:
 class HostKvCache:
     """A pool of `num_blocks` blocks in one pre-faulted memfd, block-major: [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim].
 
-    Memory is touched by the engine thread and by readers that hold a reference to the block (design rule 1).
+    Behind the blocks are `probe_bytes` random ones, by which a transport is tried, and a table of generations: of each block a number that is odd while the
+    block is held and grows by one whenever a hold of it begins or ends. Blocks are touched by the engine thread and by readers that hold a reference to them
+    (design rule 1); generations are written by the engine thread. The memory can be mapped elsewhere for reading only, and never be cut.
     """
 
-    def __init__(self, layout: KvLayout, num_blocks: int) -> None:
+    def __init__(self, layout: KvLayout, num_blocks: int, *, probe_bytes: int = PROBE_BYTES) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
+        self.probe_offset = _aligned(num_blocks * layout.block_bytes)
+        self.generations_offset = _aligned(self.probe_offset + probe_bytes)
+        self.num_bytes = self.generations_offset + 4 * num_blocks
         self.fd = os.memfd_create("tandem-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, num_blocks * layout.block_bytes)
-        self.memory = mmap.mmap(self.fd, num_blocks * layout.block_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        os.ftruncate(self.fd, self.num_bytes)
+        self.memory = mmap.mmap(self.fd, self.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         self.memory.madvise(_MADV_POPULATE_WRITE)
-        self.blocks: npt.NDArray[np.uint8] = np.frombuffer(self.memory, np.uint8).reshape(num_blocks, layout.block_bytes)
+        # Behind the writable mapping, which stays writable: a later one cannot be, and nobody can cut the file under a reader.
+        fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
+        self.blocks: npt.NDArray[np.uint8] = np.frombuffer(self.memory, np.uint8, num_blocks * layout.block_bytes).reshape(num_blocks, layout.block_bytes)
         """Writable bytes of each block, [num_blocks, block_bytes]."""
+        self.probe: npt.NDArray[np.uint8] = np.frombuffer(self.memory, np.uint8, probe_bytes, self.probe_offset)
+        self.probe[:] = np.frombuffer(os.urandom(probe_bytes), np.uint8)
+        self.generations: memoryview = memoryview(self.memory)[self.generations_offset : self.num_bytes].cast("I")
+        """The generation of each block, [num_blocks]."""
 
     def close(self) -> None:
         """Gives the descriptor back; the mapping goes when its last view does."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // _ALIGNMENT) * _ALIGNMENT

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import accumulate, chain
@@ -38,7 +39,7 @@ class TorchDevice:
         num_threads = config.num_threads or torch.get_num_threads()
         layout = kv_cache.layout
         shape = (kv_cache.num_blocks, layout.num_layers, 2, layout.block_size, layout.num_kv_heads, layout.head_dim)
-        self._pool = torch.frombuffer(kv_cache.memory, dtype=model.dtype).view(shape)
+        self._pool = torch.frombuffer(kv_cache.memory, dtype=model.dtype, count=math.prod(shape)).view(shape)
         self._blocks = kv_cache.blocks
         self._block_size = layout.block_size
         self._model = model

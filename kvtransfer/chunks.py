@@ -1,7 +1,7 @@
 """The messages of ReadKv: each is a true ReadKvResponse on the wire, made and read without protobuf's own copies of the payload.
 
-`0x0a`, the length as a varint, then the chunk: a 32-byte header (little endian: u32 first block, u32 blocks, u64 offset in the run, u32 bytes,
-u32 flags, u64 xxh3 of the payload) and the payload.
+`0x0a`, the length as a varint, then the chunk: a 24-byte header (little endian: u32 first block, u32 blocks, u64 offset in the run, u32 bytes,
+u32 flags) and the payload.
 """
 
 from __future__ import annotations
@@ -10,28 +10,19 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import xxhash
-
 from kvtransfer.errors import ChunkError
 
 MAX_CHUNK_BYTES = 1 << 20
-_HEADER = struct.Struct("<IIQIIQ")
+_HEADER = struct.Struct("<IIQII")
 _FIELD_1_BYTES = 0x0A
 _LAST = 1
-_DIGEST = 2
 _MAX_VARINT_BYTES = 5
 
 
-def pack_chunk(first_block: int, num_blocks: int, offset: int, parts: Sequence[memoryview], *, last: bool, checksum: bool) -> bytes:
+def pack_chunk(first_block: int, num_blocks: int, offset: int, parts: Sequence[memoryview], *, last: bool) -> bytes:
     """One message with the payload `parts`, joined in the one copy that gRPC makes unavoidable."""
     num_bytes = sum(len(part) for part in parts)
-    digest = 0
-    if checksum:
-        state = xxhash.xxh3_64()
-        for part in parts:
-            state.update(part)
-        digest = state.intdigest()
-    header = _HEADER.pack(first_block, num_blocks, offset, num_bytes, _LAST * last | _DIGEST * checksum, digest)
+    header = _HEADER.pack(first_block, num_blocks, offset, num_bytes, _LAST * last)
     return b"".join((bytes((_FIELD_1_BYTES,)), _varint(_HEADER.size + num_bytes), header, *parts))
 
 
@@ -44,7 +35,7 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
-def _unpack(message: bytes) -> tuple[int, tuple[int, int, int, int, int, int]]:
+def _unpack(message: bytes) -> tuple[int, tuple[int, int, int, int, int]]:
     """Where the payload begins, and the header's fields. Raises ChunkError for anything but exactly one whole chunk."""
     if not message or message[0] != _FIELD_1_BYTES:
         raise ChunkError("the message does not begin with a chunk")
@@ -69,25 +60,19 @@ class RunCheck:
     first_block: int
     num_blocks: int
     num_bytes: int
-    checksum: bool
-    """A digest was asked for: a chunk without one is refused."""
     num_received: int = 0
     ended: bool = False
 
     def accept(self, message: bytes) -> tuple[int, memoryview]:
         """The next payload and its offset in the run. Raises ChunkError for any chunk but the one that is due."""
-        start, (first_block, num_blocks, offset, length, flags, digest) = _unpack(message)
+        start, (first_block, num_blocks, offset, length, flags) = _unpack(message)
         payload = memoryview(message)[start:]
         if (first_block, num_blocks) != (self.first_block, self.num_blocks):
             raise ChunkError(f"a chunk of blocks {first_block}+{num_blocks} in the run {self.first_block}+{self.num_blocks}")
         if self.ended or offset != self.num_received or length != len(payload) or not 0 < length <= self.num_bytes - self.num_received:
             raise ChunkError(f"{length} bytes at {offset}, {self.num_received} of {self.num_bytes} came before")
-        if flags & ~(_LAST | _DIGEST):
+        if flags & ~_LAST:
             raise ChunkError(f"unknown flags {flags:#x}")
-        if self.checksum and not flags & _DIGEST:
-            raise ChunkError("a digest was asked for and is missing")
-        if flags & _DIGEST and xxhash.xxh3_64_intdigest(payload) != digest:
-            raise ChunkError(f"the digest of {length} bytes at {offset} is wrong")
         self.num_received += length
         self.ended = bool(flags & _LAST)
         if self.ended != (self.num_received == self.num_bytes):

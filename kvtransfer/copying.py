@@ -8,10 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 
 import numpy as np
-import numpy.typing as npt
 
-Blocks = npt.NDArray[np.uint8]
-"""Bytes of a pool, [num_blocks, block_bytes]."""
+from kvtransfer.memories import Blocks
 
 
 async def run_to_its_end(executor: Executor, work: Callable[[threading.Event], None], stop: threading.Event) -> None:

@@ -5,7 +5,9 @@ HandoverError
 ├── NoTransportError       the two ends share no transport
 ├── HoldUnknownError       no such hold for this peer, now (it does not say which)
 └── TransferError          bytes did not arrive as they left
-    ├── ChunkError         a chunk out of order, truncated, too long, or without the digest that was asked for, or with a wrong one
+    ├── ChunkError         a chunk out of order, truncated or too long
+    ├── DigestError        a block whose bytes are not those that left, or one that came without the digest that was asked for
+    ├── StaleBlockError    a block whose generation is not the announced one: it holds, or may hold, something else
     ├── SourceGoneError    the peer, its pool or its hold went away while it was read
     └── StalledError       fewer bytes than the limit asks for arrived in its time
 """
@@ -35,6 +37,14 @@ class TransferError(HandoverError):
 
 class ChunkError(TransferError):
     """A chunk that is not the one that had to come."""
+
+
+class DigestError(TransferError):
+    """A block's digest is wrong or missing."""
+
+
+class StaleBlockError(TransferError):
+    """A block was given to another use."""
 
 
 class SourceGoneError(TransferError):

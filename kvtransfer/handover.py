@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from kvtransfer.errors import HandoverError, HandoverProtocolError
+from kvtransfer.path import Destination, KvPath
 from kvtransfer.quarantine import Quarantine
-from kvtransfer.transport import KvReader, References
+from kvtransfer.transport import References
 from tandem.v1 import kv_pb2
 
 _T = TypeVar("_T")
@@ -23,29 +24,18 @@ def _look_at(future: asyncio.Future[_T]) -> None:
         future.exception()
 
 
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """Reserved blocks that a hand-over fills."""
-
-    seq_id: str
-    block_table: Sequence[int]
-    """Pool ids of the sequence's blocks, at least the prompt's."""
-    first_block: int
-    """First block to fill; those before it are in decode's prefix cache."""
-    end_block: int
-    """Blocks of the prompt."""
-    block_bytes: int
-
-
 @dataclass(slots=True)
 class TransferRecord:
     """What a hand-over has moved; times are `time.monotonic_ns()`."""
 
     transport: str = ""
     num_blocks: int = 0
+    """Prefill's blocks."""
     num_bytes: int = 0
     wire_ns: int = 0
     """Time in which a run was being read."""
+    hidden_ns: int = 0
+    """Of this, the time before the prompt was computed."""
     started_ns: int = 0
     ended_ns: int = 0
 
@@ -53,18 +43,20 @@ class TransferRecord:
 class Handover:
     """Reads announced runs one behind the other, in a task with a reader's reference of its own on all destination blocks.
 
-    A run out of order, twice, overlapping, empty or beyond the prompt, or from another hold or transport, fails the hand-over for good.
+    A run out of order, twice, overlapping, empty or beyond the prompt, or from another hold, fails the hand-over for good. Blocks are counted in prefill's.
     `stop` must be called in the end, whatever happened.
     """
 
-    def __init__(self, destination: Destination, readers: Mapping[str, KvReader], references: References, quarantine: Quarantine) -> None:
-        self.record = TransferRecord()
+    def __init__(self, destination: Destination, path: KvPath, references: References, quarantine: Quarantine) -> None:
+        self.record = TransferRecord(path.transport)
         self.hold_id = ""
         self._to = destination
-        self._readers = readers
+        self._path = path
+        self._first_block, self._end_block = path.source_range(destination)
         self._references = references
         self._quarantine = quarantine
         self._reader_id = secrets.token_hex(8)
+        self._run_started_ns = 0
         self._num_announced = 0
         # Bounded by the protocol: every run is of at least one new block.
         self._runs: asyncio.Queue[kv_pb2.KvReady] = asyncio.Queue()
@@ -73,19 +65,16 @@ class Handover:
     @property
     def num_blocks(self) -> int:
         """Blocks to read."""
-        return self._to.end_block - self._to.first_block
+        return self._end_block - self._first_block
 
     def announce(self, ready: kv_pb2.KvReady) -> None:
         """Takes the next run. Raises HandoverProtocolError for any other."""
-        due = self._to.first_block + self._num_announced
-        if ready.first_block != due or not 0 < ready.num_blocks <= self._to.end_block - due:
-            raise HandoverProtocolError(f"blocks {ready.first_block}+{ready.num_blocks} were announced, {due} to {self._to.end_block} (exclusive) are due")
-        transport = ready.source.WhichOneof("transport") or ""
-        if transport not in self._readers:
-            raise HandoverProtocolError(f"transport {transport or 'unknown'} was not offered")
-        if not ready.hold_id or (self._num_announced and (ready.hold_id, transport) != (self.hold_id, self.record.transport)):
-            raise HandoverProtocolError("the hold or the transport changed within a hand-over")
-        self.hold_id, self.record.transport = ready.hold_id, transport
+        due = self._first_block + self._num_announced
+        if ready.first_block != due or not 0 < ready.num_blocks <= self._end_block - due:
+            raise HandoverProtocolError(f"blocks {ready.first_block}+{ready.num_blocks} were announced, {due} to {self._end_block} (exclusive) are due")
+        if not ready.hold_id or (self._num_announced and ready.hold_id != self.hold_id):
+            raise HandoverProtocolError("the hold changed within a hand-over")
+        self.hold_id = ready.hold_id
         self._num_announced += ready.num_blocks
         self._runs.put_nowait(ready)
 
@@ -134,12 +123,18 @@ class Handover:
         """Waits until the reader can touch the blocks no more."""
         await asyncio.wait({self._task})
 
+    def computed(self) -> None:
+        """The prompt has been computed: what is read from now on is not hidden behind compute."""
+        now_ns = time.monotonic_ns()
+        self.record.hidden_ns = self.record.wire_ns + (now_ns - self._run_started_ns if self._run_started_ns else 0)
+
     async def _read_all(self) -> None:
         if self.num_blocks == 0:
             return
+        first, end = self._path.own_range(self._to)
         try:
-            pool_ids = await self._references.acquire(self._reader_id, self._to.seq_id, self._to.first_block, self.num_blocks)
-            if pool_ids != tuple(self._to.block_table[self._to.first_block : self._to.end_block]):
+            pool_ids = await self._references.acquire(self._reader_id, self._to.seq_id, first, end - first)
+            if pool_ids != tuple(self._to.block_table[first:end]):
                 raise HandoverError("the reserved blocks are not those of the reservation")
             while self.record.num_blocks < self.num_blocks:
                 await self._read(await self._runs.get())
@@ -148,10 +143,11 @@ class Handover:
 
     async def _read(self, ready: kv_pb2.KvReady) -> None:
         record = self.record
-        started_ns = time.monotonic_ns()
-        record.started_ns = record.started_ns or started_ns
-        await self._readers[record.transport].read(ready, self._to.block_table)
+        self._run_started_ns = time.monotonic_ns()
+        record.started_ns = record.started_ns or self._run_started_ns
+        await self._path.read(ready, self._to)
         record.ended_ns = time.monotonic_ns()
-        record.wire_ns += record.ended_ns - started_ns
+        record.wire_ns += record.ended_ns - self._run_started_ns
+        self._run_started_ns = 0
         record.num_blocks += ready.num_blocks
-        record.num_bytes += ready.num_blocks * self._to.block_bytes
+        record.num_bytes += ready.num_blocks * self._path.source_block_bytes

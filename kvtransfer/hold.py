@@ -12,11 +12,6 @@ from kvtransfer.quarantine import Quarantine
 from kvtransfer.transport import References
 
 
-def host_of(peer: str) -> str:
-    """The host in gRPC's name of a peer, such as 'ipv4:127.0.0.1' of 'ipv4:127.0.0.1:5000': a hold is bound to it."""
-    return peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else peer
-
-
 class Hold:
     """One prefill-only sequence's blocks from `first_block` on, readable as far as they were announced. Lives on the event loop.
 
@@ -24,10 +19,10 @@ class Hold:
     closed and the last one who reads under it has ended.
     """
 
-    def __init__(self, references: References, quarantine: Quarantine, reader_id: str, host: str, first_block: int, num_blocks: int) -> None:
+    def __init__(self, references: References, quarantine: Quarantine, reader_id: str, pairing_id: str, first_block: int, num_blocks: int) -> None:
         self.hold_id = secrets.token_hex(16)
         self.reader_id = reader_id
-        self.host = host
+        self.pairing_id = pairing_id
         self.first_block = first_block
         self.num_blocks = num_blocks
         self.num_announced_blocks = 0
@@ -38,6 +33,11 @@ class Hold:
         self._stops: dict[int, Callable[[], None]] = {}
         self._keys = itertools.count()
         self._unread: set[int] = set()
+
+    @property
+    def pool_ids(self) -> tuple[int, ...]:
+        """The sequence's blocks in the pool, from its first one on; none before they were allocated."""
+        return self._pool_ids
 
     @property
     def num_unread_blocks(self) -> int:
@@ -109,9 +109,9 @@ class Holds:
     def __iter__(self) -> Iterator[Hold]:
         return iter(tuple(self._open.values()))
 
-    def open(self, reader_id: str, host: str, first_block: int, num_blocks: int) -> Hold:
+    def open(self, reader_id: str, pairing_id: str, first_block: int, num_blocks: int) -> Hold:
         """A new hold, which its owner must close."""
-        hold = Hold(self._references, self._quarantine, reader_id, host, first_block, num_blocks)
+        hold = Hold(self._references, self._quarantine, reader_id, pairing_id, first_block, num_blocks)
         self._open[hold.hold_id] = hold
         return hold
 
@@ -120,9 +120,9 @@ class Holds:
         self._open.pop(hold.hold_id, None)
         hold.close()
 
-    def find(self, hold_id: str, host: str | None) -> Hold:
-        """An open hold of the peer at `host`; None is a reader in this very process. Raises HoldUnknownError, the same for unknown and foreign."""
+    def find(self, hold_id: str, pairing_id: str | None) -> Hold:
+        """An open hold under this pairing; None is a reader in this very process. Raises HoldUnknownError, the same for unknown and foreign."""
         hold = self._open.get(hold_id)
-        if hold is None or host not in (None, hold.host):
+        if hold is None or pairing_id not in (None, hold.pairing_id):
             raise HoldUnknownError("no such hold")
         return hold

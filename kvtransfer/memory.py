@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from kvtransfer.budget import ByteBudget
-from kvtransfer.copying import Blocks, copy_blocks, run_to_its_end
-from kvtransfer.errors import HoldUnknownError, SourceGoneError
+from kvtransfer.copying import copy_blocks, run_to_its_end
+from kvtransfer.errors import HoldUnknownError, NoTransportError, SourceGoneError
 from kvtransfer.hold import Holds
-from tandem.v1 import kv_pb2
-
-PROCESS_ID = secrets.token_hex(16)
-"""Tells this process from every other one; new with every start."""
+from kvtransfer.host_pool import HostPool
+from kvtransfer.memories import Blocks, host_array
+from kvtransfer.pairing import PROCESS_ID, Pairing
+from kvtransfer.transport import Probe, Rows
+from tandem.v1 import kv_pb2, prefill_pb2
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPool:
     """A pool that readers of this process may copy from, under its holds."""
 
-    blocks: Blocks
+    pool: HostPool
     holds: Holds
 
 
@@ -32,17 +34,21 @@ _pools: dict[str, MemoryPool] = {}
 class MemorySource:
     """Prefill's side: an entry in the process's table of pools, from its creation until `close`."""
 
-    def __init__(self, blocks: Blocks, holds: Holds) -> None:
+    name = "memory"
+    one_sided = False
+
+    def __init__(self, pool: HostPool, holds: Holds) -> None:
         self.pool_id = secrets.token_hex(8)
-        _pools[self.pool_id] = MemoryPool(blocks, holds)
+        _pools[self.pool_id] = MemoryPool(pool, holds)
 
-    def reachable(self, process_id: str) -> bool:
-        """Only this process."""
-        return process_id == PROCESS_ID
-
-    def describe(self) -> kv_pb2.KvSource:
-        """The pool's key."""
+    async def offer(self, pairing: Pairing) -> kv_pb2.KvSource:
+        """See KvSource: only to this process."""
+        if pairing.start.process_id != PROCESS_ID:
+            raise NoTransportError("decode is another process")
         return kv_pb2.KvSource(memory=kv_pb2.MemorySource(pool_id=self.pool_id))
+
+    def withdraw(self, pairing_id: str) -> None:
+        """See KvSource: nothing was made."""
 
     def close(self) -> None:
         """No new reader finds the pool. Idempotent."""
@@ -52,25 +58,48 @@ class MemorySource:
 class MemoryReader:
     """Decode's side: copies in a thread of `executor`."""
 
-    def __init__(self, blocks: Blocks, executor: Executor, budget: ByteBudget) -> None:
-        self._blocks = blocks
-        self._executor = executor
-        self._budget = budget
+    name = "memory"
+    max_segment_bytes = 16 << 20
 
-    async def read(self, ready: kv_pb2.KvReady, block_table: Sequence[int]) -> None:
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._pool_id = ""
+
+    def greet(self, start: prefill_pb2.PairStart) -> None:
+        """See KvReader: prefill knows this process by its id."""
+
+    async def attach(self, offer: prefill_pb2.PairResponse, source: kv_pb2.KvSource) -> None:
         """See KvReader."""
-        pool = _pools.get(ready.source.memory.pool_id)
+        self._pool_id = source.memory.pool_id
+        self._pool()
+
+    async def probe(self) -> Probe:
+        """See KvReader."""
+        probe = self._pool().pool.probe
+        started = time.perf_counter()
+        content = await asyncio.get_running_loop().run_in_executor(self._executor, bytes, probe)
+        return Probe(content, time.perf_counter() - started)
+
+    async def read(self, ready: kv_pb2.KvReady, to: Rows) -> None:
+        """See KvReader."""
+        pool = self._pool()
+        try:
+            hold = pool.holds.find(ready.hold_id, None)
+        except HoldUnknownError as error:
+            raise SourceGoneError("the hold is closed") from error
+        stop, blocks = threading.Event(), host_array(to.memory)
+        with hold.reading(ready.first_block, ready.num_blocks, stop.set) as ids:
+            await run_to_its_end(self._executor, lambda stop: _copy(pool.pool.memory.array, ids, blocks, to.ids, stop), stop)
+
+    def close(self) -> None:
+        """See KvReader."""
+        self._pool_id = ""
+
+    def _pool(self) -> MemoryPool:
+        pool = _pools.get(self._pool_id)
         if pool is None:
             raise SourceGoneError("the pool is gone from this process")
-        to = block_table[ready.first_block : ready.first_block + ready.num_blocks]
-        async with self._budget.take(len(to) * self._blocks.shape[1]):
-            try:
-                hold = pool.holds.find(ready.hold_id, None)
-            except HoldUnknownError as error:
-                raise SourceGoneError("the hold is closed") from error
-            stop = threading.Event()
-            with hold.reading(ready.first_block, ready.num_blocks, stop.set) as ids:
-                await run_to_its_end(self._executor, lambda stop: _copy(pool.blocks, ids, self._blocks, to, stop), stop)
+        return pool
 
 
 def _copy(source: Blocks, source_ids: Sequence[int], destination: Blocks, destination_ids: Sequence[int], stop: threading.Event) -> None:

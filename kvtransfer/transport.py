@@ -1,12 +1,17 @@
-"""What a transport is: a source that says where blocks are, and a reader that copies them. Pull only: decode reads."""
+"""What a transport is: prefill's source, which offers itself at pairing, and decode's reader, which attaches to the offer, is probed, and copies."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
-from kvtransfer.errors import NoTransportError
-from tandem.v1 import kv_pb2
+from kvtransfer.memories import BlockMemory
+from kvtransfer.pairing import Pairing
+from tandem.v1 import kv_pb2, prefill_pb2
+
+NAMES = ("memory", "shared_memory", "cuda_ipc", "nixl", "inline")
+"""All transports, the fastest first; the names of the fields of KvSource."""
 
 
 class References(Protocol):
@@ -22,33 +27,63 @@ class References(Protocol):
 
 
 class KvSource(Protocol):
-    """Prefill's side: says where the blocks of a held sequence are."""
+    """Prefill's side of one transport, one for all pairings."""
 
-    def reachable(self, process_id: str) -> bool:
-        """A decode process with this id can read the source."""
+    name: ClassVar[str]
+    one_sided: ClassVar[bool]
+    """Decode reads the pool on its own: KvReady carries block ids and generations."""
+
+    async def offer(self, pairing: Pairing) -> kv_pb2.KvSource:
+        """What the reader at the other end of the pairing has to know. Raises NoTransportError with the reason when the two cannot share this transport."""
         ...
 
-    def describe(self) -> kv_pb2.KvSource:
-        """What travels with each KvReady."""
+    def withdraw(self, pairing_id: str) -> None:
+        """The pairing has ended: whatever its offer made is given back. Idempotent, no await."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Blocks of a memory of decode's that take a run, one for each of its blocks. They have the size of prefill's blocks."""
+
+    memory: BlockMemory
+    ids: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """The probe's bytes as they arrived, and the seconds that moving them took."""
+
+    content: bytes | memoryview
+    elapsed_s: float
 
 
 class KvReader(Protocol):
-    """Decode's side: copies ready blocks into reserved blocks."""
+    """Decode's side of one transport, for one pairing: greet, attach, probe, then read as often as needed; `close` in any case."""
 
-    async def read(self, ready: kv_pb2.KvReady, block_table: Sequence[int]) -> None:
-        """Copies run `ready` into the pool blocks `block_table[ready.first_block:][:ready.num_blocks]`.
+    name: ClassVar[str]
+    max_segment_bytes: ClassVar[int]
+    """Most bytes that one `read` is asked for (one block at least)."""
 
-        When it returns or raises, cancelled or not, it can touch neither pool any more. Raises HandoverError.
+    def greet(self, start: prefill_pb2.PairStart) -> None:
+        """Adds what prefill has to know of this reader, before the pairing starts."""
+        ...
+
+    async def attach(self, offer: prefill_pb2.PairResponse, source: kv_pb2.KvSource) -> None:
+        """Reaches the pool that is offered. Raises NoTransportError with the reason, TransferError."""
+        ...
+
+    async def probe(self) -> Probe:
+        """Moves the probe's bytes once. Raises TransferError."""
+        ...
+
+    async def read(self, ready: kv_pb2.KvReady, to: Rows) -> None:
+        """Copies the run `ready` into `to`.
+
+        When it returns or raises, cancelled or not, it can touch neither memory any more. Raises HandoverError.
         """
         ...
 
-
-def choose_source(wanted: Iterable[str], process_id: str, sources: Mapping[str, KvSource]) -> tuple[str, KvSource]:
-    """The first transport by decode's preference that prefill has and decode can reach. Raises NoTransportError."""
-    wanted = tuple(wanted)
-    for name in wanted:
-        source = sources.get(name)
-        if source is not None and source.reachable(process_id):
-            return name, source
-    raise NoTransportError(f"decode reads {', '.join(wanted)}; this instance offers {', '.join(sources)}, none of them within decode's reach")
+    def close(self) -> None:
+        """Takes no new read; what is attached goes when the last one has ended. Idempotent, no await."""
+        ...

@@ -26,15 +26,15 @@ from tandem.v1 import generation_pb2 as tandem_dot_v1_dot_generation__pb2
 from tandem.v1 import load_pb2 as tandem_dot_v1_dot_load__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/decode.proto\x12\ttandem.v1\x1a\x1atandem/v1/generation.proto\x1a\x14tandem/v1/load.proto\"\xf1\x01\n\x1c\x44\x65\x63odeServiceGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0btenant_salt\x18\x02 \x01(\x0c\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12\x32\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x18\n\x10prefill_instance\x18\x07 \x01(\t\x12\x14\n\x0csample_index\x18\x08 \x01(\r\"\xd6\x02\n\x1d\x44\x65\x63odeServiceGenerateResponse\x12+\n\x0breservation\x18\x01 \x01(\x0b\x32\x16.tandem.v1.Reservation\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12)\n\x08logprobs\x18\x03 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\x12\x10\n\x08position\x18\x04 \x01(\r\x12\'\n\x06prompt\x18\x05 \x01(\x0b\x32\x17.tandem.v1.PromptReport\x12+\n\x08handover\x18\x06 \x01(\x0b\x32\x19.tandem.v1.HandoverReport\x12!\n\x06\x66inish\x18\x07 \x01(\x0b\x32\x11.tandem.v1.Finish\x12\r\n\x05index\x18\x08 \x01(\r\x12\x30\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\"T\n\x0bReservation\x12\x1a\n\x12num_charged_blocks\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x81\x01\n\x0cPromptReport\x12#\n\x04path\x18\x01 \x01(\x0e\x32\x15.tandem.v1.PromptPath\x12\x18\n\x10prefill_instance\x18\x02 \x01(\t\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x1b\n\x13num_failed_attempts\x18\x04 \x01(\r\"p\n\x0eHandoverReport\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x10\n\x08kv_bytes\x18\x02 \x01(\x04\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x12\n\ntransfer_s\x18\x04 \x01(\x01\x12\x11\n\texposed_s\x18\x05 \x01(\x01\"\x1f\n\x1d\x44\x65\x63odeServiceWatchLoadRequest\"E\n\x1e\x44\x65\x63odeServiceWatchLoadResponse\x12#\n\x04load\x18\x01 \x01(\x0b\x32\x15.tandem.v1.LoadReport\"%\n#DecodeServiceGetMemoryReportRequest\"O\n$DecodeServiceGetMemoryReportResponse\x12\'\n\x06memory\x18\x01 \x01(\x0b\x32\x17.tandem.v1.MemoryReport*\x98\x01\n\nPromptPath\x12\x1b\n\x17PROMPT_PATH_UNSPECIFIED\x10\x00\x12\x18\n\x14PROMPT_PATH_HANDOVER\x10\x01\x12\x15\n\x11PROMPT_PATH_LOCAL\x10\x02\x12\x1e\n\x1aPROMPT_PATH_LOCAL_FALLBACK\x10\x03\x12\x1c\n\x18PROMPT_PATH_PREFILL_ONLY\x10\x04\x32\xc8\x02\n\rDecodeService\x12_\n\x08Generate\x12\'.tandem.v1.DecodeServiceGenerateRequest\x1a(.tandem.v1.DecodeServiceGenerateResponse0\x01\x12\x62\n\tWatchLoad\x12(.tandem.v1.DecodeServiceWatchLoadRequest\x1a).tandem.v1.DecodeServiceWatchLoadResponse0\x01\x12r\n\x0fGetMemoryReport\x12..tandem.v1.DecodeServiceGetMemoryReportRequest\x1a/.tandem.v1.DecodeServiceGetMemoryReportResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16tandem/v1/decode.proto\x12\ttandem.v1\x1a\x1atandem/v1/generation.proto\x1a\x14tandem/v1/load.proto\"\xf1\x01\n\x1c\x44\x65\x63odeServiceGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0btenant_salt\x18\x02 \x01(\x0c\x12\x18\n\x10prompt_token_ids\x18\x03 \x03(\r\x12\x18\n\x10output_token_ids\x18\x04 \x03(\r\x12\x32\n\x0fsampling_params\x18\x05 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x18\n\x10prefill_instance\x18\x07 \x01(\t\x12\x14\n\x0csample_index\x18\x08 \x01(\r\"\xd6\x02\n\x1d\x44\x65\x63odeServiceGenerateResponse\x12+\n\x0breservation\x18\x01 \x01(\x0b\x32\x16.tandem.v1.Reservation\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12)\n\x08logprobs\x18\x03 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\x12\x10\n\x08position\x18\x04 \x01(\r\x12\'\n\x06prompt\x18\x05 \x01(\x0b\x32\x17.tandem.v1.PromptReport\x12+\n\x08handover\x18\x06 \x01(\x0b\x32\x19.tandem.v1.HandoverReport\x12!\n\x06\x66inish\x18\x07 \x01(\x0b\x32\x11.tandem.v1.Finish\x12\r\n\x05index\x18\x08 \x01(\r\x12\x30\n\x0fprompt_logprobs\x18\t \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\"T\n\x0bReservation\x12\x1a\n\x12num_charged_blocks\x18\x01 \x01(\r\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"\x81\x01\n\x0cPromptReport\x12#\n\x04path\x18\x01 \x01(\x0e\x32\x15.tandem.v1.PromptPath\x12\x18\n\x10prefill_instance\x18\x02 \x01(\t\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\x12\x1b\n\x13num_failed_attempts\x18\x04 \x01(\r\"\x82\x01\n\x0eHandoverReport\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x10\n\x08kv_bytes\x18\x02 \x01(\x04\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x12\n\ntransfer_s\x18\x04 \x01(\x01\x12\x11\n\texposed_s\x18\x05 \x01(\x01\x12\x10\n\x08hidden_s\x18\x06 \x01(\x01\"\x1f\n\x1d\x44\x65\x63odeServiceWatchLoadRequest\"E\n\x1e\x44\x65\x63odeServiceWatchLoadResponse\x12#\n\x04load\x18\x01 \x01(\x0b\x32\x15.tandem.v1.LoadReport\"%\n#DecodeServiceGetMemoryReportRequest\"O\n$DecodeServiceGetMemoryReportResponse\x12\'\n\x06memory\x18\x01 \x01(\x0b\x32\x17.tandem.v1.MemoryReport*\x98\x01\n\nPromptPath\x12\x1b\n\x17PROMPT_PATH_UNSPECIFIED\x10\x00\x12\x18\n\x14PROMPT_PATH_HANDOVER\x10\x01\x12\x15\n\x11PROMPT_PATH_LOCAL\x10\x02\x12\x1e\n\x1aPROMPT_PATH_LOCAL_FALLBACK\x10\x03\x12\x1c\n\x18PROMPT_PATH_PREFILL_ONLY\x10\x04\x32\xc8\x02\n\rDecodeService\x12_\n\x08Generate\x12\'.tandem.v1.DecodeServiceGenerateRequest\x1a(.tandem.v1.DecodeServiceGenerateResponse0\x01\x12\x62\n\tWatchLoad\x12(.tandem.v1.DecodeServiceWatchLoadRequest\x1a).tandem.v1.DecodeServiceWatchLoadResponse0\x01\x12r\n\x0fGetMemoryReport\x12..tandem.v1.DecodeServiceGetMemoryReportRequest\x1a/.tandem.v1.DecodeServiceGetMemoryReportResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.decode_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PROMPTPATH']._serialized_start=1233
-  _globals['_PROMPTPATH']._serialized_end=1385
+  _globals['_PROMPTPATH']._serialized_start=1252
+  _globals['_PROMPTPATH']._serialized_end=1404
   _globals['_DECODESERVICEGENERATEREQUEST']._serialized_start=88
   _globals['_DECODESERVICEGENERATEREQUEST']._serialized_end=329
   _globals['_DECODESERVICEGENERATERESPONSE']._serialized_start=332
@@ -43,16 +43,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_RESERVATION']._serialized_end=760
   _globals['_PROMPTREPORT']._serialized_start=763
   _globals['_PROMPTREPORT']._serialized_end=892
-  _globals['_HANDOVERREPORT']._serialized_start=894
-  _globals['_HANDOVERREPORT']._serialized_end=1006
-  _globals['_DECODESERVICEWATCHLOADREQUEST']._serialized_start=1008
-  _globals['_DECODESERVICEWATCHLOADREQUEST']._serialized_end=1039
-  _globals['_DECODESERVICEWATCHLOADRESPONSE']._serialized_start=1041
-  _globals['_DECODESERVICEWATCHLOADRESPONSE']._serialized_end=1110
-  _globals['_DECODESERVICEGETMEMORYREPORTREQUEST']._serialized_start=1112
-  _globals['_DECODESERVICEGETMEMORYREPORTREQUEST']._serialized_end=1149
-  _globals['_DECODESERVICEGETMEMORYREPORTRESPONSE']._serialized_start=1151
-  _globals['_DECODESERVICEGETMEMORYREPORTRESPONSE']._serialized_end=1230
-  _globals['_DECODESERVICE']._serialized_start=1388
-  _globals['_DECODESERVICE']._serialized_end=1716
+  _globals['_HANDOVERREPORT']._serialized_start=895
+  _globals['_HANDOVERREPORT']._serialized_end=1025
+  _globals['_DECODESERVICEWATCHLOADREQUEST']._serialized_start=1027
+  _globals['_DECODESERVICEWATCHLOADREQUEST']._serialized_end=1058
+  _globals['_DECODESERVICEWATCHLOADRESPONSE']._serialized_start=1060
+  _globals['_DECODESERVICEWATCHLOADRESPONSE']._serialized_end=1129
+  _globals['_DECODESERVICEGETMEMORYREPORTREQUEST']._serialized_start=1131
+  _globals['_DECODESERVICEGETMEMORYREPORTREQUEST']._serialized_end=1168
+  _globals['_DECODESERVICEGETMEMORYREPORTRESPONSE']._serialized_start=1170
+  _globals['_DECODESERVICEGETMEMORYREPORTRESPONSE']._serialized_end=1249
+  _globals['_DECODESERVICE']._serialized_start=1407
+  _globals['_DECODESERVICE']._serialized_end=1735
 # @@protoc_insertion_point(module_scope)

@@ -87,18 +87,20 @@ class PromptReport(_message.Message):
     def __init__(self, path: _Optional[_Union[PromptPath, str]] = ..., prefill_instance: _Optional[str] = ..., cached_tokens: _Optional[int] = ..., num_failed_attempts: _Optional[int] = ...) -> None: ...
 
 class HandoverReport(_message.Message):
-    __slots__ = ("transport", "kv_bytes", "num_blocks", "transfer_s", "exposed_s")
+    __slots__ = ("transport", "kv_bytes", "num_blocks", "transfer_s", "exposed_s", "hidden_s")
     TRANSPORT_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     NUM_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_S_FIELD_NUMBER: _ClassVar[int]
     EXPOSED_S_FIELD_NUMBER: _ClassVar[int]
+    HIDDEN_S_FIELD_NUMBER: _ClassVar[int]
     transport: str
     kv_bytes: int
     num_blocks: int
     transfer_s: float
     exposed_s: float
-    def __init__(self, transport: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., transfer_s: _Optional[float] = ..., exposed_s: _Optional[float] = ...) -> None: ...
+    hidden_s: float
+    def __init__(self, transport: _Optional[str] = ..., kv_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., transfer_s: _Optional[float] = ..., exposed_s: _Optional[float] = ..., hidden_s: _Optional[float] = ...) -> None: ...
 
 class DecodeServiceWatchLoadRequest(_message.Message):
     __slots__ = ()

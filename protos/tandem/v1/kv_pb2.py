@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12tandem/v1/kv.proto\x12\ttandem.v1\"\x95\x01\n\x08KvLayout\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x0f\n\x07version\x18\x07 \x01(\r\"m\n\x08KvSource\x12)\n\x06memory\x18\x01 \x01(\x0b\x32\x17.tandem.v1.MemorySourceH\x00\x12)\n\x06inline\x18\x02 \x01(\x0b\x32\x17.tandem.v1.InlineSourceH\x00\x42\x0b\n\ttransport\"\x1f\n\x0cMemorySource\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\"#\n\x0cInlineSource\x12\x13\n\x0b\x63hunk_bytes\x18\x01 \x01(\r\"h\n\x07KvReady\x12\x0f\n\x07hold_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12#\n\x06source\x18\x04 \x01(\x0b\x32\x13.tandem.v1.KvSourceb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x12tandem/v1/kv.proto\x12\ttandem.v1\"\xae\x01\n\x08KvLayout\x12\x19\n\x11model_fingerprint\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\nnum_layers\x18\x03 \x01(\r\x12\x14\n\x0cnum_kv_heads\x18\x04 \x01(\r\x12\x10\n\x08head_dim\x18\x05 \x01(\r\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x0f\n\x07version\x18\x07 \x01(\r\x12\x17\n\x0fnum_head_shards\x18\x08 \x01(\r\"\xfa\x01\n\x08KvSource\x12)\n\x06memory\x18\x01 \x01(\x0b\x32\x17.tandem.v1.MemorySourceH\x00\x12)\n\x06inline\x18\x02 \x01(\x0b\x32\x17.tandem.v1.InlineSourceH\x00\x12\x36\n\rshared_memory\x18\x03 \x01(\x0b\x32\x1d.tandem.v1.SharedMemorySourceH\x00\x12,\n\x08\x63uda_ipc\x18\x04 \x01(\x0b\x32\x18.tandem.v1.CudaIpcSourceH\x00\x12%\n\x04nixl\x18\x05 \x01(\x0b\x32\x15.tandem.v1.NixlSourceH\x00\x42\x0b\n\ttransport\"\x1f\n\x0cMemorySource\x12\x0f\n\x07pool_id\x18\x01 \x01(\t\"#\n\x0cInlineSource\x12\x13\n\x0b\x63hunk_bytes\x18\x01 \x01(\r\")\n\x12SharedMemorySource\x12\x13\n\x0bsocket_name\x18\x01 \x01(\t\"9\n\rCudaIpcSource\x12\x13\n\x0bsocket_name\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65vice_uuid\x18\x02 \x01(\t\"~\n\nNixlSource\x12\x16\n\x0e\x61gent_metadata\x18\x01 \x01(\x0c\x12\x14\n\x0c\x62\x61se_address\x18\x02 \x01(\x06\x12\x15\n\rprobe_address\x18\x03 \x01(\x06\x12\x1b\n\x13generations_address\x18\x04 \x01(\x06\x12\x0e\n\x06writes\x18\x05 \x01(\x08\"b\n\x0bNixlStaging\x12\x16\n\x0e\x61gent_metadata\x18\x01 \x01(\x0c\x12\x14\n\x0c\x62\x61se_address\x18\x02 \x01(\x06\x12\x11\n\tnum_slots\x18\x03 \x01(\r\x12\x12\n\nslot_bytes\x18\x04 \x01(\x04\"|\n\x07KvReady\x12\x0f\n\x07hold_id\x18\x01 \x01(\t\x12\x13\n\x0b\x66irst_block\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x11\n\tblock_ids\x18\x04 \x03(\r\x12\x13\n\x0bgenerations\x18\x05 \x03(\x07\x12\x0f\n\x07\x64igests\x18\x06 \x03(\x06\"Z\n\x06KvPath\x12\x18\n\x10prefill_instance\x18\x01 \x01(\t\x12\x11\n\ttransport\x18\x02 \x01(\t\x12\x13\n\x0b\x62ytes_per_s\x18\x03 \x01(\x01\x12\x0e\n\x06reason\x18\x04 \x01(\tb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -32,13 +32,23 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.kv_pb2', _globals
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_KVLAYOUT']._serialized_start=34
-  _globals['_KVLAYOUT']._serialized_end=183
-  _globals['_KVSOURCE']._serialized_start=185
-  _globals['_KVSOURCE']._serialized_end=294
-  _globals['_MEMORYSOURCE']._serialized_start=296
-  _globals['_MEMORYSOURCE']._serialized_end=327
-  _globals['_INLINESOURCE']._serialized_start=329
-  _globals['_INLINESOURCE']._serialized_end=364
-  _globals['_KVREADY']._serialized_start=366
-  _globals['_KVREADY']._serialized_end=470
+  _globals['_KVLAYOUT']._serialized_end=208
+  _globals['_KVSOURCE']._serialized_start=211
+  _globals['_KVSOURCE']._serialized_end=461
+  _globals['_MEMORYSOURCE']._serialized_start=463
+  _globals['_MEMORYSOURCE']._serialized_end=494
+  _globals['_INLINESOURCE']._serialized_start=496
+  _globals['_INLINESOURCE']._serialized_end=531
+  _globals['_SHAREDMEMORYSOURCE']._serialized_start=533
+  _globals['_SHAREDMEMORYSOURCE']._serialized_end=574
+  _globals['_CUDAIPCSOURCE']._serialized_start=576
+  _globals['_CUDAIPCSOURCE']._serialized_end=633
+  _globals['_NIXLSOURCE']._serialized_start=635
+  _globals['_NIXLSOURCE']._serialized_end=761
+  _globals['_NIXLSTAGING']._serialized_start=763
+  _globals['_NIXLSTAGING']._serialized_end=861
+  _globals['_KVREADY']._serialized_start=863
+  _globals['_KVREADY']._serialized_end=987
+  _globals['_KVPATH']._serialized_start=989
+  _globals['_KVPATH']._serialized_end=1079
 # @@protoc_insertion_point(module_scope)

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from tandem.v1 import kv_pb2 as tandem_dot_v1_dot_kv__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14tandem/v1/load.proto\x12\ttandem.v1\x1a\x12tandem/v1/kv.proto\"\xac\x03\n\nLoadReport\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12\x1c\n\x14num_requests_running\x18\x04 \x01(\r\x12\x1c\n\x14num_requests_waiting\x18\x05 \x01(\r\x12 \n\x18num_requests_in_handover\x18\x06 \x01(\r\x12\x1e\n\x16prefill_backlog_tokens\x18\x07 \x01(\x04\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\t \x01(\r\x12\x12\n\nblock_size\x18\n \x01(\r\x12\x15\n\rmax_model_len\x18\x0b \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x0c \x01(\r\x12\x1d\n\x15reserve_output_tokens\x18\r \x01(\r\x12#\n\x06layout\x18\x0e \x01(\x0b\x32\x13.tandem.v1.KvLayout\x12\r\n\x05model\x18\x0f \x01(\t\x12\x12\n\nvocab_size\x18\x10 \x01(\r\x12\x15\n\reos_token_ids\x18\x11 \x03(\r\"\xd9\x03\n\x0cMemoryReport\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x02 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x03 \x01(\r\x12\x17\n\x0fnum_held_blocks\x18\x04 \x01(\r\x12%\n\x06owners\x18\x05 \x03(\x0b\x32\x15.tandem.v1.BlockOwner\x12I\n\x12sequences_by_state\x18\x06 \x03(\x0b\x32-.tandem.v1.MemoryReport.SequencesByStateEntry\x12\x11\n\tnum_holds\x18\x07 \x01(\r\x12\x13\n\x0bnum_readers\x18\x08 \x01(\r\x12\x1e\n\x16\x63omputed_prompt_tokens\x18\t \x01(\x04\x12\x11\n\tnum_steps\x18\n \x01(\x04\x12\x16\n\x0enum_late_steps\x18\x0b \x01(\x04\x12\x17\n\x0fnum_active_rpcs\x18\x0c \x01(\r\x12\x17\n\x0fnum_preemptions\x18\r \x01(\x04\x12\x18\n\x10num_readmissions\x18\x0e \x01(\x04\x1a\x37\n\x15SequencesByStateEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\".\n\nBlockOwner\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14tandem/v1/load.proto\x12\ttandem.v1\x1a\x12tandem/v1/kv.proto\"\xd1\x03\n\nLoadReport\x12\x13\n\x0bincarnation\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x10\n\x08\x64raining\x18\x03 \x01(\x08\x12\x1c\n\x14num_requests_running\x18\x04 \x01(\r\x12\x1c\n\x14num_requests_waiting\x18\x05 \x01(\r\x12 \n\x18num_requests_in_handover\x18\x06 \x01(\r\x12\x1e\n\x16prefill_backlog_tokens\x18\x07 \x01(\x04\x12\x12\n\nnum_blocks\x18\x08 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\t \x01(\r\x12\x12\n\nblock_size\x18\n \x01(\r\x12\x15\n\rmax_model_len\x18\x0b \x01(\r\x12\x14\n\x0cmax_num_seqs\x18\x0c \x01(\r\x12\x1d\n\x15reserve_output_tokens\x18\r \x01(\r\x12#\n\x06layout\x18\x0e \x01(\x0b\x32\x13.tandem.v1.KvLayout\x12\r\n\x05model\x18\x0f \x01(\t\x12\x12\n\nvocab_size\x18\x10 \x01(\r\x12\x15\n\reos_token_ids\x18\x11 \x03(\r\x12#\n\x08kv_paths\x18\x12 \x03(\x0b\x32\x11.tandem.v1.KvPath\"\xd9\x03\n\x0cMemoryReport\x12\x12\n\nnum_blocks\x18\x01 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x02 \x01(\r\x12\x19\n\x11num_cached_blocks\x18\x03 \x01(\r\x12\x17\n\x0fnum_held_blocks\x18\x04 \x01(\r\x12%\n\x06owners\x18\x05 \x03(\x0b\x32\x15.tandem.v1.BlockOwner\x12I\n\x12sequences_by_state\x18\x06 \x03(\x0b\x32-.tandem.v1.MemoryReport.SequencesByStateEntry\x12\x11\n\tnum_holds\x18\x07 \x01(\r\x12\x13\n\x0bnum_readers\x18\x08 \x01(\r\x12\x1e\n\x16\x63omputed_prompt_tokens\x18\t \x01(\x04\x12\x11\n\tnum_steps\x18\n \x01(\x04\x12\x16\n\x0enum_late_steps\x18\x0b \x01(\x04\x12\x17\n\x0fnum_active_rpcs\x18\x0c \x01(\r\x12\x17\n\x0fnum_preemptions\x18\r \x01(\x04\x12\x18\n\x10num_readmissions\x18\x0e \x01(\x04\x1a\x37\n\x15SequencesByStateEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\".\n\nBlockOwner\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,11 +35,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MEMORYREPORT_SEQUENCESBYSTATEENTRY']._loaded_options = None
   _globals['_MEMORYREPORT_SEQUENCESBYSTATEENTRY']._serialized_options = b'8\001'
   _globals['_LOADREPORT']._serialized_start=56
-  _globals['_LOADREPORT']._serialized_end=484
-  _globals['_MEMORYREPORT']._serialized_start=487
-  _globals['_MEMORYREPORT']._serialized_end=960
-  _globals['_MEMORYREPORT_SEQUENCESBYSTATEENTRY']._serialized_start=905
-  _globals['_MEMORYREPORT_SEQUENCESBYSTATEENTRY']._serialized_end=960
-  _globals['_BLOCKOWNER']._serialized_start=962
-  _globals['_BLOCKOWNER']._serialized_end=1008
+  _globals['_LOADREPORT']._serialized_end=521
+  _globals['_MEMORYREPORT']._serialized_start=524
+  _globals['_MEMORYREPORT']._serialized_end=997
+  _globals['_MEMORYREPORT_SEQUENCESBYSTATEENTRY']._serialized_start=942
+  _globals['_MEMORYREPORT_SEQUENCESBYSTATEENTRY']._serialized_end=997
+  _globals['_BLOCKOWNER']._serialized_start=999
+  _globals['_BLOCKOWNER']._serialized_end=1045
 # @@protoc_insertion_point(module_scope)

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class LoadReport(_message.Message):
-    __slots__ = ("incarnation", "ready", "draining", "num_requests_running", "num_requests_waiting", "num_requests_in_handover", "prefill_backlog_tokens", "num_blocks", "num_free_blocks", "block_size", "max_model_len", "max_num_seqs", "reserve_output_tokens", "layout", "model", "vocab_size", "eos_token_ids")
+    __slots__ = ("incarnation", "ready", "draining", "num_requests_running", "num_requests_waiting", "num_requests_in_handover", "prefill_backlog_tokens", "num_blocks", "num_free_blocks", "block_size", "max_model_len", "max_num_seqs", "reserve_output_tokens", "layout", "model", "vocab_size", "eos_token_ids", "kv_paths")
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     DRAINING_FIELD_NUMBER: _ClassVar[int]
@@ -26,6 +26,7 @@ class LoadReport(_message.Message):
     MODEL_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    KV_PATHS_FIELD_NUMBER: _ClassVar[int]
     incarnation: str
     ready: bool
     draining: bool
@@ -43,7 +44,8 @@ class LoadReport(_message.Message):
     model: str
     vocab_size: int
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, incarnation: _Optional[str] = ..., ready: _Optional[bool] = ..., draining: _Optional[bool] = ..., num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., num_requests_in_handover: _Optional[int] = ..., prefill_backlog_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., reserve_output_tokens: _Optional[int] = ..., layout: _Optional[_Union[_kv_pb2.KvLayout, _Mapping]] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    kv_paths: _containers.RepeatedCompositeFieldContainer[_kv_pb2.KvPath]
+    def __init__(self, incarnation: _Optional[str] = ..., ready: _Optional[bool] = ..., draining: _Optional[bool] = ..., num_requests_running: _Optional[int] = ..., num_requests_waiting: _Optional[int] = ..., num_requests_in_handover: _Optional[int] = ..., prefill_backlog_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_free_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., max_model_len: _Optional[int] = ..., max_num_seqs: _Optional[int] = ..., reserve_output_tokens: _Optional[int] = ..., layout: _Optional[_Union[_kv_pb2.KvLayout, _Mapping]] = ..., model: _Optional[str] = ..., vocab_size: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., kv_paths: _Optional[_Iterable[_Union[_kv_pb2.KvPath, _Mapping]]] = ...) -> None: ...
 
 class MemoryReport(_message.Message):
     __slots__ = ("num_blocks", "num_free_blocks", "num_cached_blocks", "num_held_blocks", "owners", "sequences_by_state", "num_holds", "num_readers", "computed_prompt_tokens", "num_steps", "num_late_steps", "num_active_rpcs", "num_preemptions", "num_readmissions")

@@ -28,8 +28,10 @@ if _version_not_supported:
 class PrefillServiceStub:
     """The prefill pool, called by decode instances only.
 
-    Order of messages: start; kv_ready after each chunk that filled blocks, prompt_logprobs when they are asked for; done, when the prompt is computed and all its blocks are announced;
-    copied, when decode's readers have finished; confirmed, and the end with OK. Without transports nothing is held, and done is the last message.
+    A decode instance pairs first: Pair is open as long as the two work together, and settles how KV gets across. Each Prefill names its pairing.
+
+    Order of messages of Prefill: start; kv_ready after each chunk that filled blocks, prompt_logprobs when they are asked for; done, when the prompt is computed and all its blocks are
+    announced; copied, when decode's readers have finished; confirmed, and the end with OK. Without a transport nothing is held, and done is the last message.
     Each Prefill RPC is the hold on its blocks: whatever ends it gives them back. An end of input in place of copied is a cancel, never consent:
     decode goes that way when the first token was the last.
     """
@@ -40,6 +42,11 @@ class PrefillServiceStub:
         Args:
             channel: A grpc.Channel.
         """
+        self.Pair = channel.stream_stream(
+                '/tandem.v1.PrefillService/Pair',
+                request_serializer=tandem_dot_v1_dot_prefill__pb2.PairRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_prefill__pb2.PairResponse.FromString,
+                _registered_method=True)
         self.Prefill = channel.stream_stream(
                 '/tandem.v1.PrefillService/Prefill',
                 request_serializer=tandem_dot_v1_dot_prefill__pb2.PrefillRequest.SerializeToString,
@@ -49,6 +56,11 @@ class PrefillServiceStub:
                 '/tandem.v1.PrefillService/ReadKv',
                 request_serializer=tandem_dot_v1_dot_prefill__pb2.ReadKvRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_prefill__pb2.ReadKvResponse.FromString,
+                _registered_method=True)
+        self.WriteKv = channel.unary_unary(
+                '/tandem.v1.PrefillService/WriteKv',
+                request_serializer=tandem_dot_v1_dot_prefill__pb2.WriteKvRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_prefill__pb2.WriteKvResponse.FromString,
                 _registered_method=True)
         self.WatchLoad = channel.unary_stream(
                 '/tandem.v1.PrefillService/WatchLoad',
@@ -65,11 +77,20 @@ class PrefillServiceStub:
 class PrefillServiceServicer:
     """The prefill pool, called by decode instances only.
 
-    Order of messages: start; kv_ready after each chunk that filled blocks, prompt_logprobs when they are asked for; done, when the prompt is computed and all its blocks are announced;
-    copied, when decode's readers have finished; confirmed, and the end with OK. Without transports nothing is held, and done is the last message.
+    A decode instance pairs first: Pair is open as long as the two work together, and settles how KV gets across. Each Prefill names its pairing.
+
+    Order of messages of Prefill: start; kv_ready after each chunk that filled blocks, prompt_logprobs when they are asked for; done, when the prompt is computed and all its blocks are
+    announced; copied, when decode's readers have finished; confirmed, and the end with OK. Without a transport nothing is held, and done is the last message.
     Each Prefill RPC is the hold on its blocks: whatever ends it gives them back. An end of input in place of copied is a cancel, never consent:
     decode goes that way when the first token was the last.
     """
+
+    def Pair(self, request_iterator, context):
+        """Pairs a decode instance with this one: layouts are compared, transports offered. The RPC's end, by whatever, ends the pairing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
 
     def Prefill(self, request_iterator, context):
         """Computes a prompt's KV cache, holds it while decode copies, samples the first token.
@@ -79,8 +100,15 @@ class PrefillServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReadKv(self, request, context):
-        """Streams the bytes of held blocks. Each message is one chunk: a 32-byte header (little endian: u32 first block, u32 blocks,
-        u64 offset in the run, u32 bytes, u32 flags with bit 0 = last chunk and bit 1 = digest present, u64 xxh3 of the payload) and the payload.
+        """Streams the bytes of held blocks. Each message is one chunk: a 24-byte header (little endian: u32 first block, u32 blocks,
+        u64 offset in the run, u32 bytes, u32 flags with bit 0 = last chunk) and the payload.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WriteKv(self, request, context):
+        """Writes held blocks into a slot of decode's staging region. Whatever ends the RPC, its trailing metadata says tandem-stopped when nothing writes to the slot any more.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -103,6 +131,11 @@ class PrefillServiceServicer:
 
 def add_PrefillServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
+            'Pair': grpc.stream_stream_rpc_method_handler(
+                    servicer.Pair,
+                    request_deserializer=tandem_dot_v1_dot_prefill__pb2.PairRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_prefill__pb2.PairResponse.SerializeToString,
+            ),
             'Prefill': grpc.stream_stream_rpc_method_handler(
                     servicer.Prefill,
                     request_deserializer=tandem_dot_v1_dot_prefill__pb2.PrefillRequest.FromString,
@@ -112,6 +145,11 @@ def add_PrefillServiceServicer_to_server(servicer, server):
                     servicer.ReadKv,
                     request_deserializer=tandem_dot_v1_dot_prefill__pb2.ReadKvRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_prefill__pb2.ReadKvResponse.SerializeToString,
+            ),
+            'WriteKv': grpc.unary_unary_rpc_method_handler(
+                    servicer.WriteKv,
+                    request_deserializer=tandem_dot_v1_dot_prefill__pb2.WriteKvRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_prefill__pb2.WriteKvResponse.SerializeToString,
             ),
             'WatchLoad': grpc.unary_stream_rpc_method_handler(
                     servicer.WatchLoad,
@@ -134,11 +172,40 @@ def add_PrefillServiceServicer_to_server(servicer, server):
 class PrefillService:
     """The prefill pool, called by decode instances only.
 
-    Order of messages: start; kv_ready after each chunk that filled blocks, prompt_logprobs when they are asked for; done, when the prompt is computed and all its blocks are announced;
-    copied, when decode's readers have finished; confirmed, and the end with OK. Without transports nothing is held, and done is the last message.
+    A decode instance pairs first: Pair is open as long as the two work together, and settles how KV gets across. Each Prefill names its pairing.
+
+    Order of messages of Prefill: start; kv_ready after each chunk that filled blocks, prompt_logprobs when they are asked for; done, when the prompt is computed and all its blocks are
+    announced; copied, when decode's readers have finished; confirmed, and the end with OK. Without a transport nothing is held, and done is the last message.
     Each Prefill RPC is the hold on its blocks: whatever ends it gives them back. An end of input in place of copied is a cancel, never consent:
     decode goes that way when the first token was the last.
     """
+
+    @staticmethod
+    def Pair(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/tandem.v1.PrefillService/Pair',
+            tandem_dot_v1_dot_prefill__pb2.PairRequest.SerializeToString,
+            tandem_dot_v1_dot_prefill__pb2.PairResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
 
     @staticmethod
     def Prefill(request_iterator,
@@ -184,6 +251,33 @@ class PrefillService:
             '/tandem.v1.PrefillService/ReadKv',
             tandem_dot_v1_dot_prefill__pb2.ReadKvRequest.SerializeToString,
             tandem_dot_v1_dot_prefill__pb2.ReadKvResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WriteKv(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.PrefillService/WriteKv',
+            tandem_dot_v1_dot_prefill__pb2.WriteKvRequest.SerializeToString,
+            tandem_dot_v1_dot_prefill__pb2.WriteKvResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,77 @@
+"""Which path a pairing takes: readers attach in the order of preference and are probed, and the first one that proves itself is taken."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import xxhash
+
+from kvtransfer.errors import DigestError, HandoverError, NoTransportError
+from kvtransfer.pairing import sources_by_name
+from kvtransfer.transport import KvReader
+from tandem.v1 import prefill_pb2
+
+_log = logging.getLogger(__name__)
+_NUM_PROBES = 3
+_PROBE_TIMEOUT_S = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """The reader to use, what its probe moved, and why the ones before it were not taken."""
+
+    reader: KvReader
+    bytes_per_s: float
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+async def choose(offer: prefill_pb2.PairResponse, readers: Sequence[KvReader], *, min_bytes_per_s: float) -> Chosen:
+    """Takes the first of `readers` that attaches, moves the probe unharmed and is not slower than the floor; if all are slower, the fastest.
+
+    Readers that are not taken are closed. Raises NoTransportError that says of each reader why it was not taken.
+    """
+    sources, reasons, slow = sources_by_name(offer), dict[str, str](), list[Chosen]()
+    chosen: Chosen | None = None
+    try:
+        for reader in readers:
+            if reader.name not in sources:
+                reasons[reader.name] = offer.refusals.get(reader.name, "prefill does not offer it")
+                continue
+            try:
+                await reader.attach(offer, sources[reader.name])
+                bytes_per_s = await _measure(reader, offer)
+            except HandoverError as error:
+                reasons[reader.name] = str(error)
+                continue
+            candidate = Chosen(reader, bytes_per_s, reasons)
+            if bytes_per_s >= min_bytes_per_s:
+                chosen = candidate
+                break
+            reasons[reader.name] = f"its probe moved {bytes_per_s / 1e9:.3f} GB/s, the floor is {min_bytes_per_s / 1e9:.3f}"
+            slow.append(candidate)
+        chosen = chosen or max(slow, key=lambda one: one.bytes_per_s, default=None)
+        if chosen is None:
+            raise NoTransportError("; ".join(f"{name}: {reason}" for name, reason in reasons.items()) or "decode reads by no transport")
+        return chosen
+    finally:
+        for reader in readers:
+            if chosen is None or reader is not chosen.reader:
+                reader.close()
+
+
+async def _measure(reader: KvReader, offer: prefill_pb2.PairResponse) -> float:
+    """Bytes per second of the fastest of a few probes. Raises TransferError, DigestError."""
+    best = 0.0
+    for _ in range(_NUM_PROBES):
+        try:
+            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+                probe = await reader.probe()
+        except TimeoutError:
+            raise NoTransportError(f"its probe took more than {_PROBE_TIMEOUT_S:g} s") from None
+        if len(probe.content) != offer.probe_bytes or xxhash.xxh3_64_intdigest(probe.content) != offer.probe_digest:
+            raise DigestError("its probe brought other bytes than those that left")
+        best = max(best, offer.probe_bytes / max(probe.elapsed_s, 1e-9))
+    return best

@@ -1,0 +1,44 @@
+"""Memories of blocks that a transport reads from or copies into."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+Blocks = npt.NDArray[np.uint8]
+"""Bytes of a pool in host memory, [num_blocks, block_bytes]."""
+
+
+class BlockMemory(Protocol):
+    """Blocks of one size, one behind the other."""
+
+    num_blocks: int
+    block_bytes: int
+
+    def digests(self, ids: Sequence[int]) -> list[int]:
+        """A 64-bit digest of each of these blocks, in their order; takes time in proportion to their bytes."""
+        ...
+
+
+class HostBlocks:
+    """Blocks in this process's own memory."""
+
+    def __init__(self, array: Blocks) -> None:
+        """`array` is [num_blocks, block_bytes], each block contiguous."""
+        self.array = array
+        self.num_blocks, self.block_bytes = array.shape
+
+    def digests(self, ids: Sequence[int]) -> list[int]:
+        """xxh3 of each block; large ones are read without the GIL."""
+        return [xxhash.xxh3_64_intdigest(self.array[block]) for block in ids]
+
+
+def host_array(memory: BlockMemory) -> Blocks:
+    """The bytes of a memory that must be a host's. Raises TypeError: a reader was attached to a pool that it cannot write to."""
+    if not isinstance(memory, HostBlocks):
+        raise TypeError(f"a reader of host memory was given {type(memory).__name__}")
+    return memory.array

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from kvtransfer.memories import BlockMemory
 from kvtransfer.pairing import Pairing
@@ -29,9 +29,15 @@ class References(Protocol):
 class KvSource(Protocol):
     """Prefill's side of one transport, one for all pairings."""
 
-    name: ClassVar[str]
-    one_sided: ClassVar[bool]
-    """Decode reads the pool on its own: KvReady carries block ids and generations."""
+    @property
+    def name(self) -> str:
+        """One of NAMES."""
+        ...
+
+    @property
+    def one_sided(self) -> bool:
+        """Decode reads the pool on its own: KvReady carries block ids and generations."""
+        ...
 
     async def offer(self, pairing: Pairing) -> kv_pb2.KvSource:
         """What the reader at the other end of the pairing has to know. Raises NoTransportError with the reason when the two cannot share this transport."""
@@ -61,9 +67,15 @@ class Probe:
 class KvReader(Protocol):
     """Decode's side of one transport, for one pairing: greet, attach, probe, then read as often as needed; `close` in any case."""
 
-    name: ClassVar[str]
-    max_segment_bytes: ClassVar[int]
-    """Most bytes that one `read` is asked for (one block at least)."""
+    @property
+    def name(self) -> str:
+        """One of NAMES."""
+        ...
+
+    @property
+    def max_segment_bytes(self) -> int:
+        """Most bytes that one `read` is asked for (one block at least)."""
+        ...
 
     def greet(self, start: prefill_pb2.PairStart) -> None:
         """Adds what prefill has to know of this reader, before the pairing starts."""

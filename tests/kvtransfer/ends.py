@@ -1,34 +1,34 @@
-"""Two engines and a transport between them: real pools, real references, a real server for `inline`."""
+"""Two engines, a pairing and a transport between them: real pools, real references, real parts of every transport."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
-import grpc
+import xxhash
 
 from engine.async_engine import AsyncEngine, ReservedSequence
 from engine.events import Scheduled, Tokens
+from engine.proto import kv_layout_to_proto
 from engine.sampling_params import SampledToken, SamplingParams
 from engine.sequence import SequenceKind, SequenceSpec
-from kvtransfer.budget import ByteBudget, ProgressLimit
-from kvtransfer.errors import HandoverError
-from kvtransfer.handover import Destination, Handover
-from kvtransfer.hold import Hold, Holds, host_of
-from kvtransfer.inline import InlineLimits, InlineReader, InlineSource
-from kvtransfer.memory import MemoryReader, MemorySource
+from kvtransfer.budget import ByteBudget
+from kvtransfer.choice import Chosen, choose
+from kvtransfer.handover import Handover
+from kvtransfer.hold import Hold, Holds
+from kvtransfer.host_pool import HostPool
+from kvtransfer.memories import BlockMemory, Blocks, HostBlocks
+from kvtransfer.pairing import NONCE_BYTES, PROCESS_ID, Pairing, boot_id
+from kvtransfer.path import Destination, KvPath, PathParts
 from kvtransfer.quarantine import Quarantine
-from kvtransfer.transport import KvReader, KvSource
-from rpc.channels import data_channel
+from kvtransfer.transport import KvReader
 from tandem.v1 import kv_pb2, prefill_pb2
+from tests.kvtransfer.kinds import Gate, GatedThread, Opened, TwoPools, kinds
 from tests.support.engines import running_fake_engine
 
-HOST = "ipv4:127.0.0.1"
 SAMPLING = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
 
@@ -39,77 +39,78 @@ async def until(condition: Callable[[], bool], within_s: float = 5.0) -> None:
             await asyncio.sleep(0.002)
 
 
-class Gate:
-    """Holds copies open: the first `num_free` pass, the next ones wait until it is opened."""
+@dataclass(frozen=True, slots=True)
+class Paired:
+    """One pairing: what both ends said, and the reader that was greeted with it."""
 
-    def __init__(self) -> None:
-        self.num_free = 1_000_000
-        self.reached = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        self._open = threading.Event()
-        self._open_on_loop = asyncio.Event()
-
-    def open(self) -> None:
-        """Lets everything pass."""
-        self._open.set()
-        self._open_on_loop.set()
-
-    def pass_in_thread(self) -> None:
-        """Waits in a copy thread."""
-        if self._counts():
-            self._loop.call_soon_threadsafe(self.reached.set)
-            assert self._open.wait(20)
-
-    async def pass_on_loop(self) -> None:
-        """Waits on the event loop, and can be cancelled there."""
-        if self._counts():
-            self.reached.set()
-            await self._open_on_loop.wait()
-
-    def _counts(self) -> bool:
-        self.num_free -= 1
-        return self.num_free < 0 and not self._open.is_set()
-
-
-class GatedThread(Executor):
-    """One thread whose every piece of work goes through the gate first."""
-
-    def __init__(self, gate: Gate) -> None:
-        self._gate = gate
-        self._threads = ThreadPoolExecutor(1)
-
-    def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
-        """As an executor's."""
-
-        def gated() -> Any:
-            self._gate.pass_in_thread()
-            return function(*arguments, **named)
-
-        return self._threads.submit(gated)
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """As an executor's."""
-        self._threads.shutdown(wait=wait, cancel_futures=cancel_futures)
+    pairing: Pairing
+    offer: prefill_pb2.PairResponse
+    reader: KvReader
 
 
 @dataclass
 class Ends:
-    """Both ends of one transport."""
+    """Both ends of one transport, paired, its reader attached."""
 
     prefill: AsyncEngine
     decode: AsyncEngine
-    holds: Holds
+    two: TwoPools
+    opened: Opened
     prefill_quarantine: Quarantine
     decode_quarantine: Quarantine
-    transport: str
-    source: KvSource
-    reader: KvReader
-    gate: Gate
-    source_dies: Callable[[], Awaitable[None]]
-    mangle: list[Callable[[bytes], list[bytes]]] = field(default_factory=list)
-    """Replaces each message of `inline` on its way."""
+    paired: Paired
+    path: KvPath
+    checksum: bool
     block_ids: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """Pool blocks of computed prompts."""
+
+    @property
+    def holds(self) -> Holds:
+        """Prefill's."""
+        return self.two.holds
+
+    @property
+    def gate(self) -> Gate:
+        """Holds copies open."""
+        return self.two.gate
+
+    @property
+    def mangle(self) -> list[Callable[[bytes], list[bytes]]]:
+        """See TwoPools."""
+        return self.two.mangle
+
+    @property
+    def reader(self) -> KvReader:
+        """The attached one."""
+        return self.paired.reader
+
+    @property
+    def transport(self) -> str:
+        """Its own name."""
+        return self.paired.reader.name
+
+    @property
+    def memory(self) -> BlockMemory:
+        """Decode's pool as the reader takes it."""
+        return self.opened.memory or HostBlocks(self.decode.kv_cache.blocks)
+
+    def prefill_bytes(self, block_ids: Sequence[int]) -> Blocks:
+        """A copy of these blocks."""
+        blocks = self.opened.prefill_blocks() if self.opened.prefill_blocks else self.prefill.kv_cache.blocks
+        return blocks[list(block_ids)]
+
+    def decode_bytes(self, block_ids: Sequence[int] | None = None) -> Blocks:
+        """A copy of these blocks, or of all."""
+        blocks = self.opened.decode_blocks() if self.opened.decode_blocks else self.decode.kv_cache.blocks
+        return blocks[list(block_ids) if block_ids is not None else slice(None)].copy()
+
+    async def pair(self, *, alter_probe: bool = False) -> Paired:
+        """One more pairing, whose reader is greeted and not yet attached."""
+        return await _pair(self.prefill, self.decode, self.two, self.opened, alter_probe=alter_probe)
+
+    async def choose(self, paired: Paired) -> Chosen:
+        """What decode makes of the offer."""
+        return await choose(paired.offer, [paired.reader], min_bytes_per_s=1.0)
 
     async def compute(self, prompt: tuple[int, ...], seq_id: str = "p") -> SampledToken:
         """Computes a prompt in prefill and holds it; its first token."""
@@ -126,88 +127,101 @@ class Ends:
         return await self.decode.reserve(SequenceSpec(seq_id, prompt, SAMPLING, SequenceKind.REMOTE_KV))
 
     def hold(self, first_block: int, num_blocks: int, seq_id: str = "p") -> Hold:
-        """Opens a hold on a computed prompt for a peer on this machine."""
-        hold = self.holds.open(f"of-{seq_id}", HOST, first_block, num_blocks)
+        """Opens a hold on a computed prompt for this pairing."""
+        hold = self.holds.open(f"of-{seq_id}", self.paired.pairing.pairing_id, first_block, num_blocks)
         hold.allocated(self.block_ids[seq_id])
         return hold
 
     def ready(self, hold: Hold, first_block: int, num_blocks: int) -> kv_pb2.KvReady:
         """An announcement as prefill sends it."""
-        return kv_pb2.KvReady(hold_id=hold.hold_id, first_block=first_block, num_blocks=num_blocks, source=self.source.describe())
+        ids = hold.pool_ids[first_block : first_block + num_blocks]
+        ready = kv_pb2.KvReady(hold_id=hold.hold_id, first_block=first_block, num_blocks=num_blocks)
+        if self.opened.source.one_sided:
+            ready.block_ids.extend(ids)
+            ready.generations.extend(self.prefill.kv_cache.generations[block] for block in ids)
+        if self.checksum:
+            ready.digests.extend(xxhash.xxh3_64_intdigest(block.tobytes()) for block in self.prefill_bytes(ids))
+        return ready
 
-    def handover(self, reserved: ReservedSequence, seq_id: str = "d") -> Handover:
+    def destination(self, reserved: ReservedSequence, prompt: tuple[int, ...], seq_id: str = "d") -> Destination:
+        """Where the prompt goes."""
+        cached = min(reserved.num_cached_blocks * self.decode.model.layout.block_size, len(prompt))
+        return Destination(seq_id, reserved.block_ids, cached, len(prompt))
+
+    def handover(self, reserved: ReservedSequence, prompt: tuple[int, ...], seq_id: str = "d") -> Handover:
         """Starts decode's side."""
-        block_bytes = self.decode.model.layout.block_bytes
-        destination = Destination(seq_id, reserved.block_ids, reserved.num_cached_blocks, reserved.num_prompt_blocks, block_bytes)
-        return Handover(destination, {self.transport: self.reader}, self.decode, self.decode_quarantine)
+        return Handover(self.destination(reserved, prompt, seq_id), self.path, self.decode, self.decode_quarantine)
+
+    async def source_dies(self) -> None:
+        """Prefill's side ends: no transport, no hold, no block."""
+        await self.opened.dies()
+        for hold in list(self.holds):
+            self.holds.close(hold)
+        for seq_id in self.block_ids:
+            self.prefill.release(seq_id)
+        await self.prefill.report()  # behind what was posted
+        self.gate.open()
+
+
+async def _pair(prefill: AsyncEngine, decode: AsyncEngine, two: TwoPools, opened: Opened, *, alter_probe: bool = False) -> Paired:
+    reader, source, pool = opened.new_reader(), opened.source, two.pool
+    start = prefill_pb2.PairStart(
+        layout=kv_layout_to_proto(decode.model.layout),
+        process_id=PROCESS_ID,
+        boot_id=boot_id(),
+        transports=[reader.name],
+        nonce=secrets.token_bytes(NONCE_BYTES),
+    )
+    reader.greet(start)
+    pairing = Pairing(start)
+    offer = prefill_pb2.PairResponse(
+        pairing_id=pairing.pairing_id,
+        layout=kv_layout_to_proto(prefill.model.layout),
+        nonce=pairing.nonce,
+        num_blocks=pool.memory.num_blocks,
+        probe_bytes=len(pool.probe),
+        probe_digest=pool.probe_digest,
+        sources=[await source.offer(pairing)],
+    )
+    if alter_probe:
+        if opened.alter_probe:
+            opened.alter_probe()
+        else:
+            prefill.kv_cache.probe[-1] ^= 1
+    return Paired(pairing, offer, reader)
 
 
 @asynccontextmanager
-async def open_ends(transport: str, *, checksum: bool = False, chunk_bytes: int = 100, max_stop_s: float = 5.0) -> AsyncIterator[Ends]:
-    """Both ends, started; chunks of 100 bytes straddle blocks of 128."""
+async def open_ends(
+    name: str,
+    *,
+    checksum: bool = False,
+    chunk_bytes: int = 100,
+    max_stop_s: float = 5.0,
+    num_blocks: int = 64,
+    block_sizes: tuple[int, int] = (4, 4),
+    budgets: Sequence[ByteBudget] = (),
+) -> AsyncIterator[Ends]:
+    """Both ends of a registered kind, started, paired and attached. Blocks are of 128 bytes, so that chunks of 100 straddle them.
+
+    `block_sizes` are prefill's and decode's.
+    """
+    kind = kinds()[name]
     async with AsyncExitStack() as stack:
-        prefill, _ = await stack.enter_async_context(running_fake_engine())
-        decode, _ = await stack.enter_async_context(running_fake_engine())
+        prefill, _ = await stack.enter_async_context(running_fake_engine(num_blocks=num_blocks, block_size=block_sizes[0]))
+        decode, _ = await stack.enter_async_context(running_fake_engine(num_blocks=num_blocks, block_size=block_sizes[1]))
         prefill_quarantine, decode_quarantine = Quarantine(max_stop_s=max_stop_s), Quarantine(max_stop_s=max_stop_s)
-        holds = Holds(prefill, prefill_quarantine)
         gate = Gate()
-        ends = Ends(prefill, decode, holds, prefill_quarantine, decode_quarantine, transport, None, None, gate, None)  # type: ignore[arg-type]
-        open_transport = {"memory": _open_memory, "inline": _open_inline}[transport]
-        await stack.enter_async_context(open_transport(ends, checksum, chunk_bytes))
+        executor = GatedThread(gate)
+        stack.callback(executor.shutdown)
+        two = TwoPools(prefill, decode, HostPool(prefill.kv_cache), Holds(prefill, prefill_quarantine), gate, executor, chunk_bytes)
+        opened = await stack.enter_async_context(kind.open(two))
         stack.callback(gate.open)
-        yield ends
-
-
-@asynccontextmanager
-async def _open_memory(ends: Ends, checksum: bool, chunk_bytes: int) -> AsyncIterator[None]:
-    source = MemorySource(ends.prefill.kv_cache.blocks, ends.holds)
-    executor = GatedThread(ends.gate)
-
-    async def die() -> None:
-        source.close()
-        for hold in list(ends.holds):
-            ends.holds.close(hold)
-        ends.gate.open()
-
-    ends.source, ends.source_dies = source, die
-    ends.reader = MemoryReader(ends.decode.kv_cache.blocks, executor, ByteBudget(1 << 20))
-    try:
-        yield
-    finally:
-        source.close()
-        executor.shutdown()
-
-
-@asynccontextmanager
-async def _open_inline(ends: Ends, checksum: bool, chunk_bytes: int) -> AsyncIterator[None]:
-    source = InlineSource(ends.prefill.kv_cache.blocks, ends.holds, chunk_bytes=chunk_bytes)
-
-    async def read_kv(request: prefill_pb2.ReadKvRequest, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        async def write(message: bytes) -> None:
-            await ends.gate.pass_on_loop()
-            for mangled in ends.mangle[0](message) if ends.mangle else [message]:
-                await context.write(mangled)
-
-        try:
-            await source.send(request, host_of(context.peer()), write)
-        except HandoverError as error:
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-
-    server = grpc.aio.server()
-    handler: grpc.RpcMethodHandler[prefill_pb2.ReadKvRequest, bytes] = grpc.unary_stream_rpc_method_handler(read_kv, prefill_pb2.ReadKvRequest.FromString, None)
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("tandem.v1.PrefillService", {"ReadKv": handler}),))
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    channel = data_channel(f"127.0.0.1:{port}")
-
-    async def die() -> None:
-        await server.stop(None)
-
-    limits = InlineLimits(checksum=checksum, new_progress_limit=lambda: ProgressLimit(window_s=5.0, min_bytes=64))
-    ends.source, ends.source_dies = source, die
-    ends.reader = InlineReader(ends.decode.kv_cache.blocks, channel, ByteBudget(1 << 20), limits)
-    try:
-        yield
-    finally:
-        await channel.close()
-        await server.stop(None)
+        paired = await _pair(prefill, decode, two, opened)
+        stack.callback(opened.source.withdraw, paired.pairing.pairing_id)
+        stack.callback(paired.reader.close)
+        await paired.reader.attach(paired.offer, paired.offer.sources[0])
+        memory = opened.memory or HostBlocks(decode.kv_cache.blocks)
+        parts = PathParts(memory, decode.model.layout, executor, budgets or (ByteBudget(1 << 20), ByteBudget(1 << 22)), checksum)
+        path = KvPath(parts, paired.reader, prefill.model.layout, 1e9)
+        yield Ends(prefill, decode, two, opened, prefill_quarantine, decode_quarantine, paired, path, checksum)

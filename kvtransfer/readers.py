@@ -1,0 +1,74 @@
+"""The readers of one pairing attempt, by the names of their transports."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from kvtransfer.errors import NoTransportError
+from kvtransfer.inline import InlineReader
+from kvtransfer.memories import BlockMemory
+from kvtransfer.memory import MemoryReader
+from kvtransfer.transport import NAMES, KvReader
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderParts:
+    """What the readers of one prefill instance's blocks are made of; all of it outlives them."""
+
+    pool: BlockMemory
+    """Decode's own pool, which they copy into."""
+    executor: Executor
+    """Runs their copies."""
+    control: grpc.aio.Channel
+    """Carries the pairing and WriteKv."""
+    data: grpc.aio.Channel
+    """Carries ReadKv and nothing else."""
+    socket_dir: Path | None = None
+    """Where the unix sockets of both pools are; None: transports that need one are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Readers:
+    """New readers in the order of preference, and why each other transport cannot be used by this process."""
+
+    usable: Sequence[KvReader]
+    unusable: Mapping[str, str] = field(default_factory=dict)
+
+
+# Each raises NoTransportError with the reason why this process cannot use the transport.
+_MAKERS: Mapping[str, Callable[[ReaderParts], KvReader]] = {
+    "memory": lambda parts: MemoryReader(parts.executor),
+    "inline": lambda parts: InlineReader(parts.data),
+}
+
+
+def check_names(names: Iterable[str]) -> None:
+    """Raises ValueError for a name that is no transport's, for one that comes twice, and for none at all."""
+    seen: set[str] = set()
+    for name in names:
+        if name not in NAMES:
+            raise ValueError(f"unknown transport {name!r}, expected some of {', '.join(NAMES)}")
+        if name in seen:
+            raise ValueError(f"transport {name!r} is named twice")
+        seen.add(name)
+    if not seen:
+        raise ValueError(f"no transport is named, expected some of {', '.join(NAMES)}")
+
+
+def make_readers(names: Iterable[str], parts: ReaderParts) -> Readers:
+    """Readers for one pairing, which must be closed; `names` by preference, as of check_names."""
+    usable: list[KvReader] = []
+    unusable: dict[str, str] = {}
+    for name in names:
+        try:
+            if name not in _MAKERS:
+                raise NoTransportError("this build has no reader for it")
+            usable.append(_MAKERS[name](parts))
+        except NoTransportError as error:
+            unusable[name] = str(error)
+    return Readers(usable, unusable)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -12,7 +14,8 @@ from engine.async_engine import SequenceStream
 from engine.events import ChunkComputed, Event, Failed, Finished, PromptLogprobs, Scheduled, Tokens
 from engine.proto import first_token_to_proto, token_to_proto
 from engine.sampling_params import SampledToken
-from kvtransfer.hold import Hold, host_of
+from kvtransfer.copying import run_to_its_end
+from kvtransfer.hold import Hold
 from prefill_svc.pool import PrefillPool
 from prefill_svc.prompt import Prompt
 from rpc.errors import StatusError, aborted, invalid_argument
@@ -24,6 +27,9 @@ from worker.pieces import pieces
 from worker.progress import PromptProgress
 from worker.statuses import engine_errors, status_of
 
+_MAX_RUN_BLOCKS = 4096
+"""Most blocks of one announcement, which has a few numbers for each."""
+_DIGEST_BATCH_BLOCKS = 16
 Context = grpc.aio.ServicerContext[prefill_pb2.PrefillRequest, prefill_pb2.PrefillResponse]
 
 
@@ -48,8 +54,8 @@ class Conversation:
         try:
             await failpoint(spans.PREFILL_QUEUE)
             if self._prompt.source is not None:
-                num_to_read = self._prompt.num_blocks - self._prompt.num_cached_blocks
-                self._hold = self._pool.holds.open(spec.reader_id, host_of(self._context.peer()), self._prompt.num_cached_blocks, num_to_read)
+                first = self._prompt.first_block
+                self._hold = self._pool.holds.open(spec.reader_id, self._prompt.pairing_id, first, self._prompt.num_blocks - first)
             stream = engine.submit(spec)
             # Read on while computing: decode's end of input is its going away.
             self._next_request = asyncio.ensure_future(self._context.read())
@@ -108,12 +114,37 @@ class Conversation:
                 pass
 
     async def _announce(self, num_filled_blocks: int) -> None:
-        if self._hold is None or self._prompt.source is None:
+        if self._hold is None:
             return
         first, num_new = self._hold.announce(num_filled_blocks)
-        if num_new:
-            source = self._prompt.source.describe()
-            await self._write(kv_ready=kv_pb2.KvReady(hold_id=self._hold.hold_id, first_block=first, num_blocks=num_new, source=source))
+        for start in range(first, first + num_new, _MAX_RUN_BLOCKS):
+            await self._write(kv_ready=await self._ready(self._hold, start, min(_MAX_RUN_BLOCKS, first + num_new - start)))
+
+    async def _ready(self, hold: Hold, first_block: int, num_blocks: int) -> kv_pb2.KvReady:
+        ready = kv_pb2.KvReady(hold_id=hold.hold_id, first_block=first_block, num_blocks=num_blocks)
+        ids = hold.pool_ids[first_block : first_block + num_blocks]
+        if self._prompt.source is not None and self._prompt.source.one_sided:
+            generations = [self._pool.engine.kv_cache.generations[block] for block in ids]
+            if not all(generation % 2 for generation in generations):
+                raise RuntimeError(f"a hold's blocks {first_block}+{num_blocks} are held by nobody")
+            ready.block_ids.extend(ids)
+            ready.generations.extend(generations)
+        if self._prompt.checksum:
+            ready.digests.extend(await self._digests(ids))
+        return ready
+
+    async def _digests(self, ids: Sequence[int]) -> list[int]:
+        """Whatever ends this RPC, sequence and hold are given back after the digests' thread has ended: `run` goes on only then."""
+        digests: list[int] = []
+
+        def work(stop: threading.Event) -> None:
+            for start in range(0, len(ids), _DIGEST_BATCH_BLOCKS):
+                if stop.is_set():
+                    return
+                digests.extend(self._pool.memory.digests(ids[start : start + _DIGEST_BATCH_BLOCKS]))
+
+        await run_to_its_end(self._pool.executor, work, threading.Event())
+        return digests
 
     async def _done(self) -> prefill_pb2.PrefillDone:
         await failpoint(spans.PREFILL)
@@ -139,7 +170,7 @@ class Conversation:
             request = await self._next_request
             if request is grpc.aio.EOF:
                 raise _gone()
-            _check_copied(request, hold)
+            self._check_copied(request, hold)
             await failpoint(spans.KV_HOLD)
             if not await self._pool.engine.confirm(self._prompt.spec.seq_id, self._prompt.num_blocks):
                 raise aborted("HOLD_BROKEN", "the blocks were not held without a break")
@@ -152,6 +183,16 @@ class Conversation:
             attributes = {spans.NUM_BLOCKS: hold.num_announced_blocks}
             record_span(spans.KV_HOLD, started_ns, time.monotonic_ns(), parent=self._trace, attributes=attributes, error=error)
 
+    def _check_copied(self, request: prefill_pb2.PrefillRequest, hold: Hold) -> None:
+        if request.WhichOneof("step") != "copied":
+            raise invalid_argument("step", "only copied may follow start")
+        copied = request.copied
+        if copied.hold_id != hold.hold_id or copied.num_blocks != hold.num_announced_blocks:
+            raise aborted("COPIED_MISMATCH", f"{copied.num_blocks} blocks were copied, {hold.num_announced_blocks} of this hold were announced")
+        # Who reads on its own leaves no trace here; decode compares the generations instead.
+        if hold.num_unread_blocks and self._prompt.source is not None and not self._prompt.source.one_sided:
+            raise aborted("COPIED_UNREAD", f"{hold.num_unread_blocks} announced blocks were never read")
+
     async def _write(self, **step: Any) -> None:
         await self._context.write(prefill_pb2.PrefillResponse(**step))
 
@@ -159,13 +200,3 @@ class Conversation:
 def _gone() -> StatusError:
     # An end of input is never taken for consent: a cancelled stream can look like one.
     return StatusError(grpc.StatusCode.CANCELLED, "decode ended the stream without Copied")
-
-
-def _check_copied(request: prefill_pb2.PrefillRequest, hold: Hold) -> None:
-    if request.WhichOneof("step") != "copied":
-        raise invalid_argument("step", "only copied may follow start")
-    copied = request.copied
-    if copied.hold_id != hold.hold_id or copied.num_blocks != hold.num_announced_blocks:
-        raise aborted("COPIED_MISMATCH", f"{copied.num_blocks} blocks were copied, {hold.num_announced_blocks} of this hold were announced")
-    if hold.num_unread_blocks:
-        raise aborted("COPIED_UNREAD", f"{hold.num_unread_blocks} announced blocks were never read")

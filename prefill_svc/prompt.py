@@ -5,12 +5,12 @@ from __future__ import annotations
 import secrets
 from dataclasses import dataclass
 
-from engine.proto import kv_layout_from_proto, sampling_params_from_proto, token_ids_from_proto
+from engine.proto import sampling_params_from_proto, token_ids_from_proto
 from engine.sequence import SequenceKind, SequenceSpec
-from kvtransfer.errors import NoTransportError
-from kvtransfer.transport import KvSource, choose_source
+from kvtransfer.transport import KvSource
+from prefill_svc.pairings import OpenPairing
 from prefill_svc.pool import PrefillPool
-from rpc.errors import failed_precondition, invalid_argument
+from rpc.errors import invalid_argument
 from tandem.v1 import prefill_pb2
 from worker.statuses import engine_errors
 
@@ -20,16 +20,18 @@ class Prompt:
     """A prompt that may be posted to the engine."""
 
     spec: SequenceSpec
-    num_cached_blocks: int
-    """Leading blocks that decode has already."""
+    pairing_id: str
+    first_block: int
+    """The first block that decode needs: the ones in front of it hold nothing but tokens that it has."""
     num_blocks: int
     source: KvSource | None
     """How decode reads; None: it wants the first token only."""
+    checksum: bool
+    """Each block is announced with its digest."""
 
 
-def check_prompt(start: prefill_pb2.PrefillStart, pool: PrefillPool) -> Prompt:
-    """Raises StatusError: FAILED_PRECONDITION for pools that do not pair, INVALID_ARGUMENT naming the field. Nothing has been computed."""
-    _check_layout(start, pool)
+def check_prompt(start: prefill_pb2.PrefillStart, pool: PrefillPool, pairing: OpenPairing) -> Prompt:
+    """Raises StatusError INVALID_ARGUMENT naming the field. Nothing has been computed."""
     model = pool.engine.model
     num_tokens = len(start.prompt_token_ids) + len(start.output_token_ids)
     if num_tokens > model.max_model_len:  # in front of anything that takes time in proportion to it
@@ -44,12 +46,14 @@ def check_prompt(start: prefill_pb2.PrefillStart, pool: PrefillPool) -> Prompt:
         raise invalid_argument("output_token_ids", f"holds {len(output)} tokens, max_tokens is {sampling.max_tokens}")
     if output and sampling.n > 1:
         raise invalid_argument("output_token_ids", f"are those of one sample, n is {sampling.n}")
-    source = _choose(start, pool)
+    source = _source(start, pairing)
     if source is not None and sampling.max_tokens == 0:
-        raise invalid_argument("transports", "must be empty when max_tokens is 0: there is nothing to hand over for")
-    num_blocks = -(-num_tokens // model.layout.block_size)
-    if start.num_cached_blocks > num_blocks:
-        raise invalid_argument("num_cached_blocks", f"is {start.num_cached_blocks}, the prompt has {num_blocks}")
+        raise invalid_argument("transport", "must be empty when max_tokens is 0: there is nothing to hand over for")
+    if start.num_cached_tokens > num_tokens:
+        raise invalid_argument("num_cached_tokens", f"is {start.num_cached_tokens}, the prompt has {num_tokens}")
+    block_size = model.layout.block_size
+    num_blocks = -(-num_tokens // block_size)
+    first_block = start.num_cached_tokens // block_size if start.num_cached_tokens < num_tokens else num_blocks
     spec = SequenceSpec(
         seq_id=f"{start.request_id[:64]}#{secrets.token_hex(8)}",
         prompt_token_ids=prompt,
@@ -61,21 +65,10 @@ def check_prompt(start: prefill_pb2.PrefillStart, pool: PrefillPool) -> Prompt:
         hold=source is not None,
         reader_id=secrets.token_hex(8) if source is not None else "",
     )
-    return Prompt(spec, start.num_cached_blocks, num_blocks, source)
+    return Prompt(spec, start.pairing_id, first_block, num_blocks, source, start.checksum)
 
 
-def _check_layout(start: prefill_pb2.PrefillStart, pool: PrefillPool) -> None:
-    differences = pool.engine.model.layout.differences(kv_layout_from_proto(start.layout))
-    if differences:
-        texts = {name: f"prefill has {own}, decode has {other}" for name, (own, other) in differences.items()}
-        raise failed_precondition(f"KV layouts differ in {', '.join(texts)}", texts)
-
-
-def _choose(start: prefill_pb2.PrefillStart, pool: PrefillPool) -> KvSource | None:
-    if not start.transports:
-        return None
-    try:
-        _, source = choose_source(start.transports, start.process_id, pool.sources)
-    except NoTransportError as error:
-        raise failed_precondition(str(error), {"transports": ", ".join(start.transports)[:256]}, reason="NO_TRANSPORT") from error
-    return source
+def _source(start: prefill_pb2.PrefillStart, pairing: OpenPairing) -> KvSource | None:
+    if start.transport and start.transport not in pairing.offered:
+        raise invalid_argument("transport", "is none that the pairing was offered")
+    return pairing.offered.get(start.transport)

@@ -21,7 +21,7 @@ from opentelemetry.trace import SpanKind
 
 from rpc.deadline import HOP_MARGIN_S
 from rpc.errors import StatusError, internal, invalid_argument, unavailable
-from rpc.methods import is_request, method_name
+from rpc.methods import begins_work, is_request, method_name
 from telemetry.metrics import RpcMetrics
 from telemetry.spans import RPC_METHOD, RPC_RESPONSE_STATUS_CODE, RPC_SYSTEM_NAME
 from telemetry.tracing import SpanHandle, extract, span
@@ -160,7 +160,7 @@ class CallInterceptor(grpc.aio.ServerInterceptor):
     async def _answer(self, call: _Call) -> Any:
         context = call.context
         try:
-            if self.draining and is_request(call.method):
+            if self.draining and begins_work(call.method):
                 raise _draining()
             response = await _invoke(call)
             if _cancelling():

@@ -1,0 +1,102 @@
+"""The sources that a prefill process has: each transport is opened once, and one that cannot be opened here is not offered, with the reason kept."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from kvtransfer.errors import HandoverError
+from kvtransfer.hold import Holds
+from kvtransfer.host_pool import HostPool
+from kvtransfer.inline import InlineSource
+from kvtransfer.memory import MemorySource
+from kvtransfer.pairing import Pairing
+from kvtransfer.transport import KvSource
+from tandem.v1 import prefill_pb2
+
+_log = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class KvWriter(Protocol):
+    """A source that can write into a staging region of decode's."""
+
+    async def write(self, request: prefill_pb2.WriteKvRequest, pairing: Pairing) -> prefill_pb2.WriteKvResponse:
+        """Writes a run of a hold of this pairing, or the probe's bytes, into the slot.
+
+        When it returns or raises, cancelled or not, nothing writes to the slot any more. Raises HandoverError.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SourceParts:
+    """What sources are made of."""
+
+    pool: HostPool
+    holds: Holds
+    socket_dir: Path | None = None
+    """Where unix sockets are made; None: see open_socket_dir."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sources:
+    """The sources that are open."""
+
+    by_name: Mapping[str, KvSource]
+    missing: Mapping[str, str]
+    """Why each other transport is not offered to anybody, by its name."""
+
+    @property
+    def inline(self) -> InlineSource | None:
+        """The source behind ReadKv."""
+        source = self.by_name.get("inline")
+        return source if isinstance(source, InlineSource) else None
+
+    @property
+    def writer(self) -> tuple[str, KvWriter] | None:
+        """The source behind WriteKv, and its name."""
+        return next(((name, source) for name, source in self.by_name.items() if isinstance(source, KvWriter)), None)
+
+
+@asynccontextmanager
+async def _memory(parts: SourceParts) -> AsyncIterator[KvSource]:
+    source = MemorySource(parts.pool, parts.holds)
+    try:
+        yield source
+    finally:
+        source.close()
+
+
+@asynccontextmanager
+async def _inline(parts: SourceParts) -> AsyncIterator[KvSource]:
+    yield InlineSource(parts.pool, parts.holds)
+
+
+_Open = Callable[[SourceParts], AbstractAsyncContextManager[KvSource]]
+"""Opens a source for the time of a `with`. Raises HandoverError, ImportError or OSError when this process cannot have it."""
+_OPENERS: dict[str, _Open] = {"memory": _memory, "inline": _inline}
+
+
+@asynccontextmanager
+async def open_sources(parts: SourceParts, names: Sequence[str]) -> AsyncIterator[Sources]:
+    """Opens these transports, in this order; closes them in the end, last one first."""
+    async with AsyncExitStack() as stack:
+        by_name: dict[str, KvSource] = {}
+        missing: dict[str, str] = {}
+        for name in names:
+            if name not in _OPENERS:
+                missing[name] = "prefill does not know it"
+                continue
+            try:
+                by_name[name] = await stack.enter_async_context(_OPENERS[name](parts))
+            except (HandoverError, ImportError, OSError) as error:
+                missing[name] = str(error) or type(error).__name__
+        for name, reason in missing.items():
+            _log.info("transport %s is not offered: %s", name, reason)
+        _log.info("KV is offered by %s", ", ".join(by_name) or "no transport")
+        yield Sources(by_name, missing)

@@ -5,6 +5,7 @@ Labels are `model_name`, `role`, and closed sets; none takes a value that a clie
 
 from __future__ import annotations
 
+import contextlib
 from typing import Final
 
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram
@@ -110,13 +111,15 @@ class WorkerMetrics:
         self._prompt_path = self._counter_by("path", "prompt_path", "Prompts by who computed them.")
         self._kv_bytes = self._counter_by("transport", "kv_transfer_bytes", "KV bytes copied.")
         self._kv_failures = self._counter_by("reason", "kv_transfer_failures", "Hand-overs that were thrown away.")
-        self._kv_time = Histogram(
-            "tandem_kv_transfer_time_seconds",
-            "Time in which a hand-over's bytes were on their way.",
-            ["model_name", "role", "transport"],
-            buckets=KV_TRANSFER_BUCKETS,
+        self._kv_time = self._histogram_by("transport", "kv_transfer_time_seconds", "Time in which a hand-over's bytes were on their way.")
+        self._kv_hidden = self._histogram_by("transport", "kv_transfer_hidden_time_seconds", "Of this, the time before the prompt was computed.")
+        self._kv_path = Gauge(
+            "tandem_kv_path_bytes_per_second",
+            "What the probe of the path from a prefill instance moved; there is none while the two are not paired.",
+            ["model_name", "role", "prefill_instance", "transport"],
             registry=registry,
         )
+        self._kv_path_changes = self._counter_by("prefill_instance", "kv_path_changes", "Times that the path from a prefill instance became another one, or none.")
         self._cache_config = Gauge(
             "tandem_cache_config_info", "The KV cache's shape.", ["model_name", "role", "block_size", "num_gpu_blocks"], registry=registry
         )
@@ -133,6 +136,9 @@ class WorkerMetrics:
     def _counter_by(self, label: str, name: str, text: str) -> Counter:
         return Counter(f"tandem_{name}", text, ["model_name", "role", label], registry=self._registry)
 
+    def _histogram_by(self, label: str, name: str, text: str) -> Histogram:
+        return Histogram(f"tandem_{name}", text, ["model_name", "role", label], buckets=KV_TRANSFER_BUCKETS, registry=self._registry)
+
     def blocks(self, state: str) -> Gauge:
         """Blocks in a state: free, cached or held."""
         return self._blocks.labels(*self._bound, state)
@@ -148,6 +154,23 @@ class WorkerMetrics:
     def kv_transfer_time_seconds(self, transport: str) -> Histogram:
         """Wire time of hand-overs by a transport."""
         return self._kv_time.labels(*self._bound, transport)
+
+    def kv_transfer_hidden_time_seconds(self, transport: str) -> Histogram:
+        """The part of the wire time that was hidden behind compute."""
+        return self._kv_hidden.labels(*self._bound, transport)
+
+    def set_kv_path(self, prefill_instance: str, transport: str, bytes_per_s: float) -> None:
+        """The path from an instance, by its configured name."""
+        self._kv_path.labels(*self._bound, prefill_instance, transport).set(bytes_per_s)
+
+    def remove_kv_path(self, prefill_instance: str, transport: str) -> None:
+        """That path is not taken any more."""
+        with contextlib.suppress(KeyError):
+            self._kv_path.remove(*self._bound, prefill_instance, transport)
+
+    def kv_path_changes(self, prefill_instance: str) -> Counter:
+        """Changes of the path from an instance, by its configured name."""
+        return self._kv_path_changes.labels(*self._bound, prefill_instance)
 
     def kv_transfer_failures(self, reason: str) -> Counter:
         """Hand-overs thrown away, by a reason of the code, never a text from a peer."""

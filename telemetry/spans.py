@@ -4,6 +4,7 @@ gateway SERVER tandem.v1.GatewayService/Generate
   tokenize, queue, route
   CLIENT tandem.v1.DecodeService/Generate
     decode SERVER tandem.v1.DecodeService/Generate
+      pairing (only when a request had to wait for one)
       reserve
       CLIENT tandem.v1.PrefillService/Prefill
         prefill SERVER tandem.v1.PrefillService/Prefill: prefill.queue, prefill, kv.hold
@@ -25,12 +26,14 @@ PREFILL: Final = "prefill"
 KV_HOLD: Final = "kv.hold"
 KV_TRANSFER: Final = "kv_transfer"
 DECODE: Final = "decode"
+PAIRING: Final = "pairing"
 SEGMENTS: Final = (TOKENIZE, QUEUE, ROUTE, RESERVE, PREFILL_QUEUE, PREFILL, KV_HOLD, KV_TRANSFER, DECODE)
 
 # Events.
 FIRST_TOKEN: Final = "first_token"
 CHUNK: Final = "chunk"
 PREEMPTED: Final = "preempted"
+KV_PATH_CHANGED: Final = "kv_path_changed"
 
 # RPC attributes (OpenTelemetry's RPC conventions).
 RPC_SYSTEM_NAME: Final = "rpc.system.name"
@@ -71,4 +74,10 @@ KV_BYTES: Final = "tandem.kv.bytes"
 KV_WAIT_S: Final = "tandem.kv.wait_s"
 KV_WIRE_S: Final = "tandem.kv.wire_s"
 KV_EXPOSED_S: Final = "tandem.kv.exposed_s"
+KV_HIDDEN_S: Final = "tandem.kv.hidden_s"
+KV_OVERLAP: Final = "tandem.kv.overlap"
+KV_PATH_BYTES_PER_S: Final = "tandem.kv.path.bytes_per_s"
+KV_PATH_FROM: Final = "tandem.kv.path.from"
+KV_PATH_TO: Final = "tandem.kv.path.to"
+KV_PATH_REASON: Final = "tandem.kv.path.reason"
 CANCELLED: Final = "tandem.cancelled"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 
 from engine.async_engine import AsyncEngine
 from engine.proto import kv_layout_to_proto
 from engine.report import EngineLoad, EngineReport
-from tandem.v1 import load_pb2
+from tandem.v1 import kv_pb2, load_pb2
 
 INCARNATION = secrets.token_hex(8)
 """Tells this start of the process from every other one."""
@@ -24,23 +24,30 @@ class LoadWatch:
         self._model_name = model_name
         self._ready = False
         self._draining = False
+        self._kv_paths: Callable[[], Sequence[kv_pb2.KvPath]] = tuple
         self._watchers: set[asyncio.Event] = set()
         engine.on_load(self._loaded)
 
     def set_ready(self, ready: bool) -> None:
         """Whether the instance takes requests."""
         self._ready = ready
-        self._changed()
+        self.changed()
+
+    def set_kv_paths(self, kv_paths: Callable[[], Sequence[kv_pb2.KvPath]]) -> None:
+        """How KV gets here, as it is when asked; `changed` must be called when it is not what it was."""
+        self._kv_paths = kv_paths
+        self.changed()
 
     def set_draining(self) -> None:
         """The instance takes no more requests."""
         self._draining = True
-        self._changed()
+        self.changed()
 
     def _loaded(self, load: EngineLoad) -> None:
-        self._changed()
+        self.changed()
 
-    def _changed(self) -> None:
+    def changed(self) -> None:
+        """Something that the report tells is another."""
         for watcher in self._watchers:
             watcher.set()
 
@@ -66,6 +73,7 @@ class LoadWatch:
             model=self._model_name,
             vocab_size=model.vocab_size,
             eos_token_ids=sorted(model.eos_token_ids),
+            kv_paths=self._kv_paths(),
         )
 
     async def reports(self) -> AsyncGenerator[load_pb2.LoadReport, None]:

@@ -13,13 +13,18 @@ from kvtransfer.memories import Blocks
 
 
 async def run_to_its_end(executor: Executor, work: Callable[[threading.Event], None], stop: threading.Event) -> None:
-    """Runs `work(stop)` in the executor and returns only once it has ended: a cancel sets `stop`, waits, and is raised then."""
-    future = asyncio.get_running_loop().run_in_executor(executor, work, stop)
+    """Runs `work(stop)` in the executor and returns only once it has ended: a cancel sets `stop`, waits, and is raised then.
+
+    Work that has not begun when the cancel comes never begins, so that nobody waits behind another one's copy.
+    """
+    submitted = executor.submit(work, stop)
+    future = asyncio.wrap_future(submitted)
     try:
         await asyncio.shield(future)
     except asyncio.CancelledError:
         stop.set()
-        await _ended(future)
+        if not submitted.cancel():
+            await _ended(future)
         raise
 
 

@@ -120,9 +120,9 @@ class Holds:
         self._open.pop(hold.hold_id, None)
         hold.close()
 
-    def find(self, hold_id: str, pairing_id: str | None) -> Hold:
-        """An open hold under this pairing; None is a reader in this very process. Raises HoldUnknownError, the same for unknown and foreign."""
+    def find(self, hold_id: str, pairing_id: str) -> Hold:
+        """An open hold under this pairing. Raises HoldUnknownError, the same for unknown and foreign."""
         hold = self._open.get(hold_id)
-        if hold is None or pairing_id not in (None, hold.pairing_id):
+        if hold is None or pairing_id != hold.pairing_id:
             raise HoldUnknownError("no such hold")
         return hold

@@ -117,6 +117,7 @@ class InlineReader:
         )
         self._pairing_id = ""
         self._probe_bytes = 0
+        self._closed = False
 
     def greet(self, start: prefill_pb2.PairStart) -> None:
         """See KvReader: there is nothing to tell."""
@@ -141,8 +142,11 @@ class InlineReader:
 
     def close(self) -> None:
         """See KvReader: the channel is its owner's."""
+        self._closed = True
 
     async def _read(self, request: prefill_pb2.ReadKvRequest, check: RunCheck, blocks: Blocks, to: Sequence[int]) -> None:
+        if self._closed:
+            raise SourceGoneError("the reader is closed")
         call = self._read_kv(request)
         try:
             await self._receive(call, check, blocks, to)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,22 @@ class BlockMemory(Protocol):
         ...
 
 
+@runtime_checkable
+class ConvertibleMemory(BlockMemory, Protocol):
+    """Blocks whose bytes can be put into another order while they are copied within the memory."""
+
+    array: Any
+    """[num_blocks, block_bytes] of uint8; slices, reshapes and assigns as numpy's do."""
+
+    def room(self, num_blocks: int, block_bytes: int) -> ConvertibleMemory:
+        """New memory of the same kind, for blocks of another size."""
+        ...
+
+    def settle(self) -> None:
+        """Returns when all assignments to `array` are done."""
+        ...
+
+
 class HostBlocks:
     """Blocks in this process's own memory."""
 
@@ -35,6 +51,13 @@ class HostBlocks:
     def digests(self, ids: Sequence[int]) -> list[int]:
         """xxh3 of each block; large ones are read without the GIL."""
         return [xxhash.xxh3_64_intdigest(self.array[block]) for block in ids]
+
+    def room(self, num_blocks: int, block_bytes: int) -> HostBlocks:
+        """See ConvertibleMemory."""
+        return HostBlocks(np.zeros((num_blocks, block_bytes), np.uint8))
+
+    def settle(self) -> None:
+        """See ConvertibleMemory: an assignment is done when it returns."""
 
 
 def host_array(memory: BlockMemory) -> Blocks:

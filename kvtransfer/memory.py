@@ -64,13 +64,14 @@ class MemoryReader:
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
         self._pool_id = ""
+        self._pairing_id = ""
 
     def greet(self, start: prefill_pb2.PairStart) -> None:
         """See KvReader: prefill knows this process by its id."""
 
     async def attach(self, offer: prefill_pb2.PairResponse, source: kv_pb2.KvSource) -> None:
         """See KvReader."""
-        self._pool_id = source.memory.pool_id
+        self._pool_id, self._pairing_id = source.memory.pool_id, offer.pairing_id
         self._pool()
 
     async def probe(self) -> Probe:
@@ -84,7 +85,7 @@ class MemoryReader:
         """See KvReader."""
         pool = self._pool()
         try:
-            hold = pool.holds.find(ready.hold_id, None)
+            hold = pool.holds.find(ready.hold_id, self._pairing_id)
         except HoldUnknownError as error:
             raise SourceGoneError("the hold is closed") from error
         stop, blocks = threading.Event(), host_array(to.memory)

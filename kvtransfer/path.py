@@ -12,7 +12,7 @@ from engine.kv_cache import KvLayout
 from kvtransfer.budget import ByteBudget
 from kvtransfer.conversion import Conversion
 from kvtransfer.copying import run_to_its_end
-from kvtransfer.errors import DigestError
+from kvtransfer.errors import DigestError, HandoverProtocolError
 from kvtransfer.memories import BlockMemory
 from kvtransfer.transport import KvReader, Rows
 from tandem.v1 import kv_pb2
@@ -58,19 +58,23 @@ class KvPath:
         self.source_block_bytes = source_layout.block_bytes
         self._parts = parts
         self._reader = reader
-        self._conversion = Conversion.between(source_layout, parts.layout)
+        # A segment is not larger than any budget, so that the budgets bound what is staged and what a reader has in flight.
+        budget_bytes = min(budget.max_bytes for budget in parts.budgets)
+        self._max_segment_blocks = max(min(reader.max_segment_bytes, budget_bytes) // source_layout.block_bytes, 1)
+        self._conversion = Conversion.between(source_layout, parts.layout, parts.pool, max_kept_bytes=budget_bytes)
 
     def source_range(self, to: Destination) -> tuple[int, int]:
         """First block and end (exclusive) of what has to be read, in prefill's blocks."""
-        return _range(to, self.source_block_size)
+        return block_range(to.num_cached_tokens, to.num_tokens, self.source_block_size)
 
     def own_range(self, to: Destination) -> tuple[int, int]:
         """The same in this pool's blocks."""
-        return _range(to, self._parts.layout.block_size)
+        return block_range(to.num_cached_tokens, to.num_tokens, self._parts.layout.block_size)
 
     async def read(self, ready: kv_pb2.KvReady, to: Destination) -> None:
-        """Copies a run into the destination. As of KvReader.read; raises DigestError too."""
-        for segment in segments(ready, max(self._reader.max_segment_bytes // self.source_block_bytes, 1)):
+        """Copies a run into the destination. As of KvReader.read; raises DigestError and HandoverProtocolError too."""
+        require_whole(ready)
+        for segment in segments(ready, self._max_segment_blocks):
             async with AsyncExitStack() as stack:
                 for budget in self._parts.budgets:
                     await stack.enter_async_context(budget.take(segment.num_blocks * self.source_block_bytes))
@@ -87,26 +91,36 @@ class KvPath:
             rows = Rows(memory, range(segment.num_blocks))
             await self._reader.read(segment, rows)
             await self._verify(segment, rows)
-            await self._run(lambda: conversion.scatter(memory, segment, self._parts.pool, to.block_table, to.num_cached_tokens, to.num_tokens))
+            await self._run(lambda stop: conversion.scatter(memory, segment, to.block_table, to.num_cached_tokens, to.num_tokens, stop))
 
     async def _verify(self, segment: kv_pb2.KvReady, rows: Rows) -> None:
-        if not (self.checksum or segment.digests):
+        if not segment.digests:
+            if self.checksum:
+                raise DigestError(f"no digests came for blocks {segment.first_block}+{segment.num_blocks}")
             return
-        if len(segment.digests) != segment.num_blocks:
-            raise DigestError(f"{len(segment.digests)} digests came for {segment.num_blocks} blocks")
         found: list[int] = []
-        await self._run(lambda: found.extend(rows.memory.digests(rows.ids)))
+        await self._run(lambda _: found.extend(rows.memory.digests(rows.ids)))
         wrong = [segment.first_block + index for index, (one, other) in enumerate(zip(found, segment.digests, strict=True)) if one != other]
         if wrong:
             raise DigestError(f"the digests of {len(wrong)} blocks are wrong, the first is block {wrong[0]}")
 
-    async def _run(self, work: Callable[[], None]) -> None:
-        await run_to_its_end(self._parts.executor, lambda _: work(), threading.Event())
+    async def _run(self, work: Callable[[threading.Event], None]) -> None:
+        await run_to_its_end(self._parts.executor, work, threading.Event())
 
 
-def _range(to: Destination, block_size: int) -> tuple[int, int]:
-    end = -(-to.num_tokens // block_size)
-    return (to.num_cached_tokens // block_size if to.num_cached_tokens < to.num_tokens else end), end
+def block_range(num_cached_tokens: int, num_tokens: int, block_size: int) -> tuple[int, int]:
+    """First block and end (exclusive) of a prompt's blocks that hold tokens which decode lacks; both sides of a hand-over count by this."""
+    end = -(-num_tokens // block_size)
+    return (num_cached_tokens // block_size if num_cached_tokens < num_tokens else end), end
+
+
+def require_whole(ready: kv_pb2.KvReady) -> None:
+    """What is told block by block is told of each block or of none: a run is cut by it. Raises HandoverProtocolError, DigestError."""
+    for name, told in (("block ids", ready.block_ids), ("generations", ready.generations)):
+        if len(told) not in (0, ready.num_blocks):
+            raise HandoverProtocolError(f"{len(told)} {name} came for {ready.num_blocks} blocks")
+    if len(ready.digests) not in (0, ready.num_blocks):
+        raise DigestError(f"{len(ready.digests)} digests came for {ready.num_blocks} blocks")
 
 
 def segments(ready: kv_pb2.KvReady, max_blocks: int) -> Iterator[kv_pb2.KvReady]:

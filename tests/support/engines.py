@@ -35,11 +35,11 @@ def fake_parts(
 ) -> FakeParts:
     """A synchronous engine over a fake device."""
     layout = replace(FAKE_LAYOUT, block_size=block_size, model_fingerprint=fingerprint)
-    kv_cache = HostKvCache(layout, num_blocks)
+    kv_cache = HostKvCache(layout, num_blocks, probe_bytes=4096)
     device = FakeDevice(kv_cache)
     facts = ModelFacts("fake", VOCAB_SIZE, frozenset({FAKE_EOS}), max_model_len, layout)
     limits = limits or EngineLimits(max_num_seqs=8, max_num_batched_tokens=32, max_prefill_tokens_per_step=8, reserve_output_tokens=8)
-    return FakeParts(Engine(facts, limits, device, num_blocks=num_blocks), device, kv_cache)
+    return FakeParts(Engine(facts, limits, device, num_blocks=num_blocks, generations=kv_cache.generations), device, kv_cache)
 
 
 def fake_engine(**options: object) -> tuple[AsyncEngine, FakeDevice]:

@@ -252,6 +252,8 @@ async def fetch(
                     payload = await receive_fds(connection, MAX_PAYLOAD_BYTES, MAX_DESCRIPTORS, fds)
             except TimeoutError:
                 raise NoTransportError(f"prefill's socket gave nothing within {timeout_s:g} s") from None
+            except FileNotFoundError:
+                raise NoTransportError(f"prefill's socket is not in {path.parent}: both need the same directory") from None
             except (OSError, HandoverProtocolError) as error:
                 raise NoTransportError(f"prefill's socket: {error}") from error
         if len(fds) != num_fds:

@@ -149,7 +149,10 @@ def kv_layout_to_proto(layout: KvLayout) -> kv_pb2.KvLayout:
 
 
 def kv_layout_from_proto(message: kv_pb2.KvLayout) -> KvLayout:
-    """Takes any values: what does not pair is found by comparing layouts, not here."""
+    """Takes any values: what does not pair is found by comparing layouts, not here.
+
+    A field that was not set is 0, which no pool's layout has: an unset num_head_shards differs from 1 and is refused as such.
+    """
     return KvLayout(**{name: getattr(message, name) for name in KvLayout.__slots__})
 
 

@@ -23,7 +23,7 @@ _ALLOWED: dict[str, frozenset[str]] = {
     "prefill_svc": frozenset({"tandem", "rpc", "telemetry", "engine", "kvtransfer", "worker", "capacity"}),
     "decode_svc": frozenset({"tandem", "rpc", "telemetry", "engine", "kvtransfer", "worker", "capacity"}),
     "worker": frozenset({"tandem", "rpc", "telemetry", "engine", "capacity"}),
-    "kvtransfer": frozenset({"tandem", "engine.kv_cache", "engine.proto"}),
+    "kvtransfer": frozenset({"tandem", "engine.kv_cache", "engine.proto", "engine.kernels.build"}),
     "rpc": frozenset({"tandem", "telemetry"}),
     "engine": frozenset({"capacity"}),
     "tandem": frozenset(),

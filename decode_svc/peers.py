@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from kvtransfer.budget import ByteBudget
-from kvtransfer.copying import Blocks
+from kvtransfer.memories import Blocks
 from kvtransfer.inline import InlineLimits, InlineReader
 from kvtransfer.memory import MemoryReader
 from kvtransfer.transport import KvReader

@@ -1,15 +1,11 @@
-"""Copying blocks in a thread that its caller always outlives."""
+"""Work in a thread that its caller always outlives."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor
-
-import numpy as np
-
-from kvtransfer.memories import Blocks
 
 
 async def run_to_its_end(executor: Executor, work: Callable[[threading.Event], None], stop: threading.Event) -> None:
@@ -37,26 +33,3 @@ async def _ended(future: asyncio.Future[None]) -> None:
             continue
     if not future.cancelled():
         future.exception()
-
-
-def copy_blocks(source: Blocks, source_ids: Sequence[int], destination: Blocks, destination_ids: Sequence[int], stop: threading.Event) -> bool:
-    """Copies block by block, neighbours in one go and without the GIL; ends early and returns False once `stop` is set."""
-    for start, end in _runs(source_ids, destination_ids):
-        if stop.is_set():
-            return False
-        first, to, count = source_ids[start], destination_ids[start], end - start
-        np.copyto(destination[to : to + count], source[first : first + count])
-    return True
-
-
-_MAX_RUN_BLOCKS = 16
-
-
-def _runs(source_ids: Sequence[int], destination_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Index ranges in which both sides are neighbours, at most _MAX_RUN_BLOCKS long so that a stop is seen soon."""
-    start = 0
-    for index in range(1, len(source_ids) + 1):
-        apart = index == len(source_ids) or source_ids[index] != source_ids[index - 1] + 1 or destination_ids[index] != destination_ids[index - 1] + 1
-        if apart or index - start == _MAX_RUN_BLOCKS:
-            yield start, index
-            start = index

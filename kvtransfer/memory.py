@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
-from kvtransfer.copying import copy_blocks, run_to_its_end
+from kvtransfer.block_copy import CopyStop, copy_blocks, load_copy
+from kvtransfer.copying import run_to_its_end
 from kvtransfer.errors import HoldUnknownError, NoTransportError, SourceGoneError
 from kvtransfer.hold import Holds
 from kvtransfer.host_pool import HostPool
@@ -73,6 +73,7 @@ class MemoryReader:
         """See KvReader."""
         self._pool_id, self._pairing_id = source.memory.pool_id, offer.pairing_id
         self._pool()
+        await asyncio.get_running_loop().run_in_executor(self._executor, load_copy)
 
     async def probe(self) -> Probe:
         """See KvReader."""
@@ -88,9 +89,9 @@ class MemoryReader:
             hold = pool.holds.find(ready.hold_id, self._pairing_id)
         except HoldUnknownError as error:
             raise SourceGoneError("the hold is closed") from error
-        stop, blocks = threading.Event(), host_array(to.memory)
+        stop, blocks = CopyStop(), host_array(to.memory)
         with hold.reading(ready.first_block, ready.num_blocks, stop.set) as ids:
-            await run_to_its_end(self._executor, lambda stop: _copy(pool.pool.memory.array, ids, blocks, to.ids, stop), stop)
+            await run_to_its_end(self._executor, lambda _: _copy(pool.pool.memory.array, ids, blocks, to.ids, stop), stop)
 
     def close(self) -> None:
         """See KvReader."""
@@ -103,6 +104,6 @@ class MemoryReader:
         return pool
 
 
-def _copy(source: Blocks, source_ids: Sequence[int], destination: Blocks, destination_ids: Sequence[int], stop: threading.Event) -> None:
+def _copy(source: Blocks, source_ids: Sequence[int], destination: Blocks, destination_ids: Sequence[int], stop: CopyStop) -> None:
     if not copy_blocks(source, source_ids, destination, destination_ids, stop):
         raise SourceGoneError("the copy was stopped")

@@ -11,8 +11,9 @@ import grpc
 
 from kvtransfer.errors import NoTransportError
 from kvtransfer.inline import InlineReader
-from kvtransfer.memories import BlockMemory
+from kvtransfer.memories import BlockMemory, HostBlocks
 from kvtransfer.memory import MemoryReader
+from kvtransfer.shared_memory import SharedMemoryReader
 from kvtransfer.transport import NAMES, KvReader
 
 
@@ -40,9 +41,18 @@ class Readers:
     unusable: Mapping[str, str] = field(default_factory=dict)
 
 
+def _shared_memory(parts: ReaderParts) -> KvReader:
+    if parts.socket_dir is None:
+        raise NoTransportError("there is no directory for unix sockets")
+    if not isinstance(parts.pool, HostBlocks):
+        raise NoTransportError("decode's pool is not in host memory")
+    return SharedMemoryReader(parts.executor, parts.socket_dir)
+
+
 # Each raises NoTransportError with the reason why this process cannot use the transport.
 _MAKERS: Mapping[str, Callable[[ReaderParts], KvReader]] = {
     "memory": lambda parts: MemoryReader(parts.executor),
+    "shared_memory": _shared_memory,
     "inline": lambda parts: InlineReader(parts.data),
 }
 

@@ -9,12 +9,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from kvtransfer.descriptor_sockets import DescriptorSockets
 from kvtransfer.errors import HandoverError
 from kvtransfer.hold import Holds
 from kvtransfer.host_pool import HostPool
 from kvtransfer.inline import InlineSource
 from kvtransfer.memory import MemorySource
 from kvtransfer.pairing import Pairing
+from kvtransfer.shared_memory import SharedMemorySource
+from kvtransfer.socket_dir import open_socket_dir
 from kvtransfer.transport import KvSource
 from tandem.v1 import prefill_pb2
 
@@ -73,13 +76,23 @@ async def _memory(parts: SourceParts) -> AsyncIterator[KvSource]:
 
 
 @asynccontextmanager
+async def _shared_memory(parts: SourceParts) -> AsyncIterator[KvSource]:
+    sockets = DescriptorSockets(open_socket_dir(parts.socket_dir))
+    sockets.start()
+    try:
+        yield SharedMemorySource(parts.pool, sockets)
+    finally:
+        await sockets.close()
+
+
+@asynccontextmanager
 async def _inline(parts: SourceParts) -> AsyncIterator[KvSource]:
     yield InlineSource(parts.pool, parts.holds)
 
 
 _Open = Callable[[SourceParts], AbstractAsyncContextManager[KvSource]]
 """Opens a source for the time of a `with`. Raises HandoverError, ImportError or OSError when this process cannot have it."""
-_OPENERS: dict[str, _Open] = {"memory": _memory, "inline": _inline}
+_OPENERS: dict[str, _Open] = {"memory": _memory, "shared_memory": _shared_memory, "inline": _inline}
 
 
 @asynccontextmanager

@@ -338,6 +338,8 @@ class OneSidedContract:
                 assert ends.prefill.kv_cache.generations[ready.block_ids[index]] == ready.generations[index] + 2
                 with pytest.raises(StaleBlockError):
                     await ends.reader.read(_one(ready, index), Rows(ends.memory, ids[:1]))
+            ends.prefill.release("q")
+            ends.prefill.drop("of-q")
             await _give_back(ends, handover)
 
     @pytest.mark.parametrize("fault", ["an id less", "an id more", "no ids", "a generation less", "no generations", "beyond the pool", "even"])

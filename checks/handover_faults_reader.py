@@ -1,0 +1,143 @@
+"""Faults on decode's side: around the read of every transport's reader."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import numpy as np
+
+from checks.handover_faults_kinds import IN_TRANSIT, PAUSING, Kind, Order, Pause
+from checks.handover_faults_line import Line, put_around
+from kvtransfer.block_copy import CopyBlocks, CopyStop
+from kvtransfer.errors import TransferError
+from kvtransfer.inline import InlineReader
+from kvtransfer.memories import Blocks, host_array
+from kvtransfer.path import segments
+from kvtransfer.shared_memory import SharedMemoryReader
+from kvtransfer.transport import Rows
+from tandem.v1 import kv_pb2
+
+Read = Callable[[kv_pb2.KvReady, Rows], Awaitable[None]]
+_KINDS = frozenset({Kind.ERROR_ON_BLOCK, *IN_TRANSIT, *PAUSING}) - {Kind.STALE_DURING_COPY}
+_READERS: tuple[type[Any], ...] = (InlineReader, SharedMemoryReader)
+_EXPONENT = 0x40
+"""Of a float32's top byte: with it flipped a number is of another order of magnitude."""
+
+
+class FaultyReads:
+    """Puts itself around `read` of the readers. A run of one block is let through: it has no middle."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self._first_block = 0
+        """Of the run that is being read."""
+
+    def install(self) -> None:
+        """From now on, every reader of every transport in this process."""
+        for reader in _READERS:
+            put_around(reader, "read", self._with_faults)
+        put_around(SharedMemoryReader, "__init__", self._with_faulty_copy)
+
+    def _with_faulty_copy(self, make: Any) -> Any:
+        def made(reader: SharedMemoryReader, *arguments: Any, **options: Any) -> None:
+            make(reader, *arguments, **options)
+            reader._copy_blocks = self._copying(reader._copy_blocks)
+
+        return made
+
+    def _copying(self, copy: CopyBlocks) -> CopyBlocks:
+        """The copy itself, which can wait in the middle: behind the look at the generations that is in front of it."""
+
+        def copying(source: Blocks, source_ids: Any, destination: Blocks, destination_ids: Any, stop: CopyStop) -> bool:
+            order = self._line.take({Kind.STALE_DURING_COPY}) if len(source_ids) > 1 else None
+            if order is None:
+                return copy(source, source_ids, destination, destination_ids, stop)
+            num_before = random.Random(order.seed).randrange(len(source_ids))
+            self._line.injected(order)
+            return (
+                copy(source, source_ids[:num_before], destination, destination_ids[:num_before], stop)
+                and self._line.wait(Pause(self._first_block + num_before, len(source_ids) - num_before))
+                and copy(source, source_ids[num_before:], destination, destination_ids[num_before:], stop)
+            )
+
+        return copying
+
+    def _with_faults(self, read: Any) -> Any:
+        async def faulty(reader: Any, ready: kv_pb2.KvReady, to: Rows) -> None:
+            order = self._line.take(_KINDS) if ready.num_blocks > 1 else None
+            self._first_block = ready.first_block
+
+            async def plainly(ready: kv_pb2.KvReady, to: Rows) -> None:
+                await read(reader, ready, to)
+
+            await (self._fail(order, plainly, ready, to) if order is not None else plainly(ready, to))
+
+        return faulty
+
+    async def _fail(self, order: Order, read: Read, ready: kv_pb2.KvReady, to: Rows) -> None:
+        place = random.Random(order.seed)
+        if order.kind in PAUSING:
+            await self._pause_within(order, place, read, ready, to)
+        elif order.kind is Kind.ERROR_ON_BLOCK:
+            await self._stop_within(order, place, read, ready, to)
+        else:
+            await self._alter(order, place, read, ready, to)
+
+    async def _pause_within(self, order: Order, place: random.Random, read: Read, ready: kv_pb2.KvReady, to: Rows) -> None:
+        num_before = place.randrange(ready.num_blocks)
+        await _read_blocks(read, ready, to, 0, num_before)
+        self._line.injected(order)
+        await self._line.pause(Pause(ready.first_block + num_before, ready.num_blocks - num_before))
+        await _read_blocks(read, ready, to, num_before, ready.num_blocks)
+
+    async def _stop_within(self, order: Order, place: random.Random, read: Read, ready: kv_pb2.KvReady, to: Rows) -> None:
+        num_before = place.randrange(ready.num_blocks)
+        await _read_blocks(read, ready, to, 0, num_before)
+        self._line.injected(order)
+        if self._line.verifies:
+            raise TransferError(f"injected: block {ready.first_block + num_before} could not be read")
+
+    async def _alter(self, order: Order, place: random.Random, read: Read, ready: kv_pb2.KvReady, to: Rows) -> None:
+        blocks = host_array(to.memory)
+        before = blocks[list(to.ids)]
+        await read(ready, to)
+        arrived = blocks[list(to.ids)]
+        damaged = _damaged(order.kind, place, before, arrived)
+        for row, block in enumerate(to.ids):
+            blocks[block] = damaged[row]
+        self._line.injected(order)
+
+
+def _damaged(kind: Kind, place: random.Random, before: Any, arrived: Any) -> Any:
+    """What is to be in the destination instead of `arrived`; both are [blocks, bytes]. At least one byte differs."""
+    damaged = arrived.copy()
+    while np.array_equal(damaged, arrived):
+        row, other = place.sample(range(len(arrived)), 2)
+        if kind is Kind.SWAPPED_BLOCKS:
+            damaged[[row, other]] = arrived[[other, row]]
+        elif kind is Kind.FLIPPED_BYTE:
+            # Every second one where it hurts most, the others anywhere.
+            byte = place.randrange(arrived.shape[1])
+            damaged[row, byte | 3 if place.random() < 0.5 else byte] ^= _EXPONENT if place.random() < 0.5 else place.randrange(1, 256)
+        else:
+            begin = place.randrange(arrived.shape[1] // 2)
+            damaged[row, begin:] = before[row, begin:]
+    return damaged
+
+
+async def _read_blocks(read: Read, ready: kv_pb2.KvReady, to: Rows, first: int, end: int) -> None:
+    """The run's blocks [first, end), by the real reader."""
+    parts = [part for part in segments(ready, 1) if first <= part.first_block - ready.first_block < end]
+    if parts:
+        await read(_joined(parts), Rows(to.memory, to.ids[first:end]))
+
+
+def _joined(parts: list[kv_pb2.KvReady]) -> kv_pb2.KvReady:
+    run = kv_pb2.KvReady(hold_id=parts[0].hold_id, first_block=parts[0].first_block, num_blocks=len(parts))
+    for part in parts:
+        run.block_ids.extend(part.block_ids)
+        run.generations.extend(part.generations)
+        run.digests.extend(part.digests)
+    return run

@@ -12,11 +12,14 @@ import xxhash
 from kvtransfer.errors import DigestError, HandoverError, NoTransportError
 from kvtransfer.pairing import sources_by_name
 from kvtransfer.transport import KvReader
-from tandem.v1 import prefill_pb2
+from tandem.v1 import kv_pb2, prefill_pb2
 
 _log = logging.getLogger(__name__)
 _NUM_PROBES = 3
-_PROBE_TIMEOUT_S = 10.0
+_STEP_TIMEOUT_S = 10.0
+"""For attaching, and for each probe."""
+MAX_PROBE_BYTES = 64 << 20
+"""More than this is not asked of a peer, and no memory given to it, whatever the peer says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class Chosen:
     reasons: dict[str, str] = field(default_factory=dict)
 
 
-async def choose(offer: prefill_pb2.PairResponse, readers: Sequence[KvReader], *, min_bytes_per_s: float) -> Chosen:
+async def choose(offer: prefill_pb2.PairResponse, readers: Sequence[KvReader], *, min_bytes_per_s: float, step_timeout_s: float = _STEP_TIMEOUT_S) -> Chosen:
     """Takes the first of `readers` that attaches, moves the probe unharmed and is not slower than the floor; if all are slower, the fastest.
 
     Readers that are not taken are closed. Raises NoTransportError that says of each reader why it was not taken.
@@ -41,10 +44,14 @@ async def choose(offer: prefill_pb2.PairResponse, readers: Sequence[KvReader], *
                 reasons[reader.name] = offer.refusals.get(reader.name, "prefill does not offer it")
                 continue
             try:
-                await reader.attach(offer, sources[reader.name])
-                bytes_per_s = await _measure(reader, offer)
+                bytes_per_s = await _attach_and_measure(reader, offer, sources[reader.name], step_timeout_s)
             except HandoverError as error:
                 reasons[reader.name] = str(error)
+                continue
+            except Exception as error:
+                # What a library does beyond its promises costs its own transport, not the pairing.
+                _log.exception("transport %s failed while it was tried", reader.name)
+                reasons[reader.name] = f"{type(error).__name__}: {error}"
                 continue
             candidate = Chosen(reader, bytes_per_s, reasons)
             if bytes_per_s >= min_bytes_per_s:
@@ -62,15 +69,22 @@ async def choose(offer: prefill_pb2.PairResponse, readers: Sequence[KvReader], *
                 reader.close()
 
 
-async def _measure(reader: KvReader, offer: prefill_pb2.PairResponse) -> float:
-    """Bytes per second of the fastest of a few probes. Raises TransferError, DigestError."""
+async def _attach_and_measure(reader: KvReader, offer: prefill_pb2.PairResponse, source: kv_pb2.KvSource, step_timeout_s: float) -> float:
+    """Bytes per second of the fastest of a few probes. Raises NoTransportError, TransferError."""
+    if not 0 < offer.probe_bytes <= MAX_PROBE_BYTES:
+        raise NoTransportError(f"prefill's probe has {offer.probe_bytes} bytes")
+    try:
+        async with asyncio.timeout(step_timeout_s):
+            await reader.attach(offer, source)
+    except TimeoutError:
+        raise NoTransportError(f"attaching took more than {step_timeout_s:g} s") from None
     best = 0.0
     for _ in range(_NUM_PROBES):
         try:
-            async with asyncio.timeout(_PROBE_TIMEOUT_S):
+            async with asyncio.timeout(step_timeout_s):
                 probe = await reader.probe()
         except TimeoutError:
-            raise NoTransportError(f"its probe took more than {_PROBE_TIMEOUT_S:g} s") from None
+            raise NoTransportError(f"its probe took more than {step_timeout_s:g} s") from None
         if len(probe.content) != offer.probe_bytes or xxhash.xxh3_64_intdigest(probe.content) != offer.probe_digest:
             raise DigestError("its probe brought other bytes than those that left")
         best = max(best, offer.probe_bytes / max(probe.elapsed_s, 1e-9))

@@ -109,7 +109,7 @@ class DescriptorSockets:
     def publish(self, pairing_id: str, key: bytes, purpose: str, payload: bytes, fds: Sequence[int] = ()) -> None:
         """Lets who proves `key` fetch payload and descriptors, once; `purpose` is the transport's name.
 
-        The payload has 1 to MAX_PAYLOAD_BYTES bytes. The descriptors are duplicated: the caller keeps its own.
+        The payload has 1 to MAX_PAYLOAD_BYTES bytes. The descriptors are duplicated: the caller keeps its own. Raises NoTransportError when they cannot be.
         """
         fits = 0 < len(payload) <= MAX_PAYLOAD_BYTES and len(fds) <= MAX_DESCRIPTORS and len(purpose.encode()) <= _MAX_PURPOSE_BYTES
         if not fits or (pairing_id, purpose) in self._published:
@@ -117,9 +117,9 @@ class DescriptorSockets:
         published = _Published(key, payload, [])
         try:
             published.fds.extend(os.dup(fd) for fd in fds)
-        except BaseException:
+        except OSError as error:
             published.close()
-            raise
+            raise NoTransportError(f"a descriptor cannot be given away: {error.strerror}") from error
         self._published[pairing_id, purpose] = published
 
     def withdraw(self, pairing_id: str, purpose: str) -> None:

@@ -41,10 +41,7 @@ class SharedMemorySource:
         if pairing.start.device_uuid:
             raise NoTransportError("decode's pool is on a GPU")
         cache = self._pool.kv_cache
-        try:
-            self._sockets.publish(pairing.pairing_id, pairing.key, self.name, PoolPlan.of(cache).encode(), [cache.fd])
-        except OSError as error:
-            raise NoTransportError(f"the pool's descriptor cannot be given away: {error.strerror}") from error
+        self._sockets.publish(pairing.pairing_id, pairing.key, self.name, PoolPlan.of(cache).encode(), [cache.fd])
         return kv_pb2.KvSource(shared_memory=kv_pb2.SharedMemorySource(socket_name=self._sockets.name))
 
     def withdraw(self, pairing_id: str) -> None:

@@ -70,7 +70,6 @@ class CudaIpcReader:
         self._executor = executor
         self._socket_dir = socket_dir
         self._nonce = b""
-        self._layout = kv_pb2.KvLayout()
         self._lock = threading.Lock()
         """Between `close` and the thread that opens."""
         self._mapping: Mapping | None = None
@@ -80,12 +79,10 @@ class CudaIpcReader:
     def greet(self, start: prefill_pb2.PairStart) -> None:
         """See KvReader."""
         start.device_uuid = self._pool.runtime.device_uuid
-        self._nonce, self._layout = start.nonce, start.layout
+        self._nonce = start.nonce
 
     async def attach(self, offer: prefill_pb2.PairResponse, source: kv_pb2.KvSource) -> None:
         """See KvReader."""
-        if offer.layout != self._layout:
-            raise NoTransportError("blocks of another layout are not converted on a GPU")
         path = socket_path(self._socket_dir, source.cuda_ipc.socket_name)
         async with fetch(path, offer.pairing_id, pairing_key(self._nonce, offer.nonce), self.name) as fetched:
             export = PoolExport.unpack(fetched.payload)

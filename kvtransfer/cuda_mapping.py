@@ -108,7 +108,7 @@ class Mapping:
         if not (len(ids) == len(generations) == len(to_ids) and all(block < self.blocks.num_blocks for block in ids) and all(odd & 1 for odd in generations)):
             raise HandoverProtocolError("a run that does not say of each block where it is, and in which generation")
         if to.block_bytes != self.blocks.block_bytes or any(not 0 <= block < to.num_blocks for block in to_ids):
-            raise ValueError("the destination's blocks are not of this pool's size, or not that many")
+            raise HandoverProtocolError("prefill's pool has blocks of another size than it told of, or the destination has fewer")
         source_ids, due = ids_of(ids), ids_of(generations)
         self._check(source_ids, due)
         if stop.is_set():

@@ -6,7 +6,9 @@ import fcntl
 import mmap
 import os
 import secrets
+import weakref
 from collections.abc import Sequence
+from typing import Any
 
 from engine.kv_cache import PROBE_BYTES, SEALS, KvLayout
 from kvtransfer import xxh3
@@ -28,6 +30,21 @@ class CudaBlocks:
         self.address = address
         self.num_blocks = num_blocks
         self.block_bytes = block_bytes
+
+    @property
+    def array(self) -> Any:
+        """See ConvertibleMemory."""
+        return self.runtime.array(self.address, self.num_blocks, self.block_bytes)
+
+    def room(self, num_blocks: int, block_bytes: int) -> CudaBlocks:
+        """See ConvertibleMemory. Its memory goes with the last reference to it. Raises CudaError."""
+        room = CudaBlocks(self.runtime, self.runtime.malloc(num_blocks * block_bytes), num_blocks, block_bytes)
+        weakref.finalize(room, self.runtime.free, room.address).atexit = False  # the process's end gives it back too
+        return room
+
+    def settle(self) -> None:
+        """See ConvertibleMemory."""
+        self.runtime.settle()
 
     def digests(self, ids: Sequence[int]) -> list[int]:
         """xxh3 of each block, made on the device; waits for it, not for the engine's work."""

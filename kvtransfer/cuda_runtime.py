@@ -115,6 +115,14 @@ class CudaRuntime(Protocol):
         """Of each of these blocks what xxh3.finish makes its digest from, [num_blocks, 8]. As copy_to_host."""
         ...
 
+    def array(self, address: int, num_blocks: int, block_bytes: int) -> Any:
+        """These blocks as a device array, [num_blocks, block_bytes] of uint8, that slices, reshapes and assigns as numpy's do; for the calling thread."""
+        ...
+
+    def settle(self) -> None:
+        """Returns when what the calling thread has assigned to arrays is done."""
+        ...
+
 
 def ids_of(ids: Sequence[int]) -> Numbers:
     """Block ids, or generations, as kernels take them."""
@@ -293,6 +301,19 @@ class CupyRuntime:
             with self._lock:
                 self._rooms.append(room)
         return result
+
+    def array(self, address: int, num_blocks: int, block_bytes: int) -> Any:
+        """See CudaRuntime."""
+        with self._on_device():
+            # Not the thread's default stream: that one waits for the engine's steps, and they for it.
+            self._cupy.cuda.ExternalStream(self._copies).use()
+            memory = self._cupy.cuda.UnownedMemory(address, num_blocks * block_bytes, None, self._device)
+            return self._cupy.ndarray((num_blocks, block_bytes), np.uint8, self._cupy.cuda.MemoryPointer(memory, 0))
+
+    def settle(self) -> None:
+        """See CudaRuntime."""
+        with self._on_device():
+            self._cuda.streamSynchronize(self._copies)
 
     @contextmanager
     def _room_of(self, num_ids: int) -> Iterator[_Room]:

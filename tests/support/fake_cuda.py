@@ -276,6 +276,13 @@ class FakeRuntime:
         with self._driver.lock:
             return xxh3.accumulators(np.stack([self._resolve(address + int(block) * block_bytes, block_bytes)[1] for block in ids]))
 
+    def array(self, address: int, num_blocks: int, block_bytes: int) -> Bytes:
+        """See CudaRuntime."""
+        return self.view(address, num_blocks * block_bytes).reshape(num_blocks, block_bytes)
+
+    def settle(self) -> None:
+        """See CudaRuntime: an assignment is done when it returns."""
+
     def view(self, address: int, num_bytes: int) -> Bytes:
         """The bytes themselves, for a test's own eyes."""
         with self._driver.lock:

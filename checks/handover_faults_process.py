@@ -18,7 +18,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from checks.cluster import num_held
 from checks.handover_faults_kinds import Kind, Order, Pause
-from checks.handover_faults_worker import PRELOAD, WorkerSpec, run_worker
+from checks.handover_faults_worker import WorkerSpec, run_worker
 from rpc.channels import control_channel
 from tandem.v1 import decode_pb2, decode_pb2_grpc, load_pb2, prefill_pb2, prefill_pb2_grpc
 
@@ -31,7 +31,7 @@ def fork_server() -> ForkServerContext:
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # a fork knows no threads but its caller's
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(PRELOAD))
+    context.set_forkserver_preload(["checks.handover_faults_preload"])
     return context
 
 

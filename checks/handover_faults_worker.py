@@ -10,11 +10,6 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-PRELOAD = (
-    *("torch", "engine.build", "engine.async_engine", "rpc.service", "rpc.server", "rpc.channels"),
-    *("tandem.v1.prefill_pb2_grpc", "tandem.v1.decode_pb2_grpc", "grpc_health.v1.health_pb2_grpc"),
-)
-"""What a fork server imports before it forks workers: nothing that starts a thread, opens a channel or draws the number that tells one process from another."""
 _PR_SET_PDEATHSIG = 1
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import grpc
 
+from kvtransfer.cuda_ipc import CudaIpcReader, mappings_of
 from kvtransfer.errors import NoTransportError
 from kvtransfer.inline import InlineReader
 from kvtransfer.memories import BlockMemory, HostBlocks
@@ -49,10 +50,18 @@ def _shared_memory(parts: ReaderParts) -> KvReader:
     return SharedMemoryReader(parts.executor, parts.socket_dir)
 
 
+def _cuda_ipc(parts: ReaderParts) -> KvReader:
+    mappings = mappings_of(parts.pool, parts.executor)
+    if parts.socket_dir is None:
+        raise NoTransportError("there is no directory for unix sockets")
+    return CudaIpcReader(parts.pool, mappings, parts.executor, parts.socket_dir)
+
+
 # Each raises NoTransportError with the reason why this process cannot use the transport.
 _MAKERS: Mapping[str, Callable[[ReaderParts], KvReader]] = {
     "memory": lambda parts: MemoryReader(parts.executor),
     "shared_memory": _shared_memory,
+    "cuda_ipc": _cuda_ipc,
     "inline": lambda parts: InlineReader(parts.data),
 }
 

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
+from kvtransfer.cuda_ipc import CudaIpcSource
+from kvtransfer.cuda_pool import CudaPool
 from kvtransfer.descriptor_sockets import DescriptorSockets
-from kvtransfer.errors import HandoverError
+from kvtransfer.errors import HandoverError, NoTransportError
 from kvtransfer.hold import Holds
 from kvtransfer.host_pool import HostPool
 from kvtransfer.inline import InlineSource
@@ -44,6 +46,8 @@ class SourceParts:
     holds: Holds
     socket_dir: Path | None = None
     """Where unix sockets are made; None: see open_socket_dir."""
+    cuda_pool: CudaPool | None = None
+    """The pool, when it is on a GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +90,25 @@ async def _shared_memory(parts: SourceParts) -> AsyncIterator[KvSource]:
 
 
 @asynccontextmanager
+async def _cuda_ipc(parts: SourceParts) -> AsyncIterator[KvSource]:
+    if parts.cuda_pool is None:
+        raise NoTransportError("prefill's pool is in host memory")
+    sockets = DescriptorSockets(open_socket_dir(parts.socket_dir))
+    sockets.start()
+    try:
+        yield CudaIpcSource(parts.cuda_pool, sockets)
+    finally:
+        await sockets.close()
+
+
+@asynccontextmanager
 async def _inline(parts: SourceParts) -> AsyncIterator[KvSource]:
     yield InlineSource(parts.pool, parts.holds)
 
 
 _Open = Callable[[SourceParts], AbstractAsyncContextManager[KvSource]]
 """Opens a source for the time of a `with`. Raises HandoverError, ImportError or OSError when this process cannot have it."""
-_OPENERS: dict[str, _Open] = {"memory": _memory, "shared_memory": _shared_memory, "inline": _inline}
+_OPENERS: dict[str, _Open] = {"memory": _memory, "shared_memory": _shared_memory, "cuda_ipc": _cuda_ipc, "inline": _inline}
 
 
 @asynccontextmanager

@@ -12,10 +12,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import grpc
 import numpy as np
 import pytest
 import xxhash
 
+from engine.kv_cache import HostKvCache
 from engine.proto import kv_layout_to_proto
 from kvtransfer.choice import choose
 from kvtransfer.cuda_ipc import CudaIpcReader, CudaIpcSource, mappings_of
@@ -23,8 +25,13 @@ from kvtransfer.cuda_mapping import Mappings
 from kvtransfer.cuda_pool import CudaPool
 from kvtransfer.descriptor_sockets import DescriptorSockets
 from kvtransfer.errors import NoTransportError, SourceGoneError
+from kvtransfer.hold import Holds
+from kvtransfer.host_pool import HostPool
 from kvtransfer.memories import HostBlocks
 from kvtransfer.pairing import NONCE_BYTES, Pairing, boot_id
+from kvtransfer.quarantine import Quarantine
+from kvtransfer.readers import ReaderParts, make_readers
+from kvtransfer.sources import SourceParts, open_sources
 from kvtransfer.transport import Rows
 from tandem.v1 import kv_pb2, prefill_pb2
 from tests.kvtransfer.ends import until
@@ -253,3 +260,26 @@ async def test_no_handle_and_no_nonce_is_logged(host: _Host, caplog: pytest.LogC
     for secret in (handle, offer.nonce):
         assert secret.hex() not in caplog.text and repr(secret) not in caplog.text
     assert handle.hex() not in str(offer) and handle not in offer.SerializeToString()
+
+
+async def test_a_pool_in_host_memory_is_neither_offered_nor_read_into_and_the_reason_is_kept(tmp_path: Path, host: _Host) -> None:
+    cache = HostKvCache(FAKE_LAYOUT, 4, probe_bytes=256)
+    holds = Holds(_NoReferences(), Quarantine())
+    async with open_sources(SourceParts(HostPool(cache), holds, tmp_path), ["cuda_ipc"]) as sources:
+        assert (sources.by_name, sources.missing) == ({}, {"cuda_ipc": "prefill's pool is in host memory"})
+    async with open_sources(SourceParts(HostPool(cache), holds, tmp_path, host.pool), ["cuda_ipc"]) as sources:
+        assert isinstance(sources.by_name["cuda_ipc"], CudaIpcSource)
+    async with grpc.aio.insecure_channel("127.0.0.1:1") as channel:
+        for pool, usable in ((HostBlocks(cache.blocks), 0), (host.own.memory, 1)):
+            readers = make_readers(["cuda_ipc"], ReaderParts(pool, host.executor, channel, channel, tmp_path))
+            assert len(readers.usable) == usable
+            assert usable or "host memory" in readers.unusable["cuda_ipc"]
+    cache.close()
+
+
+class _NoReferences:
+    async def acquire(self, reader_id: str, seq_id: str, first_block: int, num_blocks: int) -> tuple[int, ...]:
+        return ()
+
+    def drop(self, reader_id: str) -> None:
+        pass

@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
-from decode_svc.peers import PrefillPeers, parse_targets
+from decode_svc.kv_path_events import kv_path_events
+from decode_svc.peers import KvParts, PrefillPeers, parse_targets
 from decode_svc.pool import DecodePool, PrefillPace
 from decode_svc.servicer import DecodeServicer
 from decode_svc.settings import DecodeSettings
@@ -24,9 +25,12 @@ async def register(worker: Worker, settings: DecodeSettings) -> AsyncIterator[No
     alarms = worker.metrics.num_quarantined_readers
     quarantine = Quarantine(max_stop_s=settings.max_reader_stop_s, on_alarm=lambda _: alarms.inc(), on_end=alarms.dec)
     executor = ThreadPoolExecutor(1, thread_name_prefix="kv-copy")
-    peers = PrefillPeers(parse_targets(settings.prefill), worker.engine.kv_cache.blocks, executor, settings.reading())
+    parts = KvParts.of(worker.engine.kv_cache, executor, settings.kv())
+    peers = PrefillPeers(parse_targets(settings.prefill), parts, kv_path_events(worker.metrics, worker.load))
     pool = DecodePool(worker.engine, peers, quarantine, settings.policy(), worker.metrics, PrefillPace(), settings.max_request_time_s)
     DecodeServicer(pool, worker.load, max_active_requests=settings.max_active_requests).add_to(worker.server)
+    worker.load.set_kv_paths(peers.kv_paths)
+    peers.start()
     try:
         yield
     finally:

@@ -10,12 +10,13 @@ from decode_svc.decoding import Decoding
 from decode_svc.failures import attempt_at, is_own_cancel
 from decode_svc.generate_rpc import GenerateRpc
 from decode_svc.job import Job
+from decode_svc.paired import Paired
 from decode_svc.peers import PrefillPeer
 from decode_svc.prefill_call import PrefillCall, prefill_call
-from decode_svc.remote_prompt import RemotePrompt
+from decode_svc.remote_prompt import RemotePrompt, paired_with
 from engine.async_engine import ReservedSequence
 from engine.sequence import SequenceKind
-from kvtransfer.handover import Destination
+from kvtransfer.path import Destination
 from rpc.failpoints import failpoint
 from tandem.v1 import decode_pb2
 from telemetry import spans
@@ -35,9 +36,10 @@ class HandoverAttempt:
     async def run(self) -> None:
         """Raises AttemptFailedError when another attempt may do better, StatusError, CapacityError; gives everything back in any case."""
         try:
-            async with self._rpc.prompt_turn:
+            # In front of the reservation, which would be idle while a pairing is waited for.
+            async with self._rpc.prompt_turn, paired_with(self._peer, self._rpc) as paired:
                 reserved = await self._reserve()
-                decode = await self._hand_over(reserved)
+                decode = await self._hand_over(reserved, paired)
             if decode is not None:
                 await Decoding(self._rpc, self._job, reserved.stream, decode).run()
         finally:
@@ -54,12 +56,12 @@ class HandoverAttempt:
         await self._rpc.output.reservation(num_charged_blocks=reserved.num_charged_blocks, num_blocks=len(reserved.block_ids), cached_tokens=cached_tokens)
         return reserved
 
-    async def _hand_over(self, reserved: ReservedSequence) -> DecodeSpan | None:
+    async def _hand_over(self, reserved: ReservedSequence, paired: Paired) -> DecodeSpan | None:
         """Returns when the copy is valid and the samples decode; None when every first token was the last."""
         engine, output = self._rpc.pool.engine, self._rpc.output
-        block_bytes = engine.model.layout.block_bytes
-        to = Destination(self._spec.seq_id, reserved.block_ids, reserved.num_cached_blocks, reserved.num_prompt_blocks, block_bytes)
-        prompt = RemotePrompt(self._rpc, self._peer, self._job, to)
+        num_cached_tokens = reserved.num_cached_blocks * engine.model.layout.block_size
+        to = Destination(self._spec.seq_id, reserved.block_ids, num_cached_tokens, self._job.num_tokens)
+        prompt = RemotePrompt(self._rpc, self._peer, paired, self._job, to)
         async with prompt.asked() as call:
             computed = await prompt.computed(call)
             decode = DecodeSpan(self._rpc.trace)
@@ -96,9 +98,10 @@ class HandoverAttempt:
 async def compute_first_tokens(rpc: GenerateRpc, peer: PrefillPeer, job: Job, report: decode_pb2.PromptReport) -> None:
     """At most one token a sample is wanted: nothing is reserved here and nothing is copied. Raises AttemptFailedError, StatusError."""
     await rpc.output.reservation(num_charged_blocks=0, num_blocks=0, cached_tokens=0)
-    with attempt_at(peer.name, rpc.context, resumes=bool(job.output_token_ids)), prefill_call(peer, rpc.timeout_s()) as call:
-        computed = await ask(call, rpc.pool, job)
-        await call.end()
+    async with paired_with(peer, rpc) as paired:
+        with attempt_at(peer.name, rpc.context, resumes=bool(job.output_token_ids)), prefill_call(peer, paired, rpc.timeout_s()) as call:
+            computed = await ask(call, rpc.pool, job, paired)
+            await call.end()
     rpc.output.handed_over(decode_pb2.HandoverReport())
     decode = DecodeSpan(rpc.trace)
     await computed.send(rpc, report, decode)

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from decode_svc.decode_span import DecodeSpan
 from decode_svc.generate_rpc import GenerateRpc
 from decode_svc.job import Job
+from decode_svc.paired import Paired
 from decode_svc.pool import DecodePool
 from decode_svc.prefill_call import PrefillCall
 from decode_svc.prompt_logprobs import PromptLogprobs
-from engine.proto import first_token_from_proto, kv_layout_to_proto
+from engine.proto import first_token_from_proto
 from engine.sampling_params import Finish, FinishReason, SampledToken
 from kvtransfer.errors import HandoverProtocolError
 from kvtransfer.handover import Handover
-from kvtransfer.memory import PROCESS_ID
 from rpc.failpoints import failpoint
 from tandem.v1 import decode_pb2, generation_pb2, prefill_pb2
 from telemetry import spans
@@ -69,19 +69,20 @@ def count_path(pool: DecodePool, report: decode_pb2.PromptReport) -> None:
     pool.metrics.prompt_path(_PATH_NAMES[report.path]).inc()
 
 
-async def ask(
-    call: PrefillCall, pool: DecodePool, job: Job, *, handover: Handover | None = None, num_cached_blocks: int = 0, transports: Sequence[str] = ()
-) -> ComputedPrompt:
+async def ask(call: PrefillCall, pool: DecodePool, job: Job, paired: Paired, *, handover: Handover | None = None, num_cached_tokens: int = 0) -> ComputedPrompt:
     """Has prefill compute a job's prompt. Raises AioRpcError, HandoverError, FieldError."""
     start = job.start()
-    start.layout.CopyFrom(kv_layout_to_proto(pool.engine.model.layout))
-    start.num_cached_blocks = num_cached_blocks
-    start.transports.extend(transports)
-    start.process_id = PROCESS_ID
+    start.pairing_id = paired.pairing_id
+    if handover is not None:
+        start.transport = paired.path.transport
+        start.num_cached_tokens = num_cached_tokens
+        start.checksum = paired.path.checksum
     asked_ns = time.monotonic_ns()
     await call.start(start)
     logprobs = PromptLogprobs(job, pool.engine.model.vocab_size)
     done = await call.done(handover, logprobs)
+    if handover is not None:
+        handover.computed()
     at_ns = time.monotonic_ns()
     logprobs.check_complete()
     first = _first_tokens(pool, job, done)

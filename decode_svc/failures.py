@@ -10,13 +10,22 @@ import grpc
 
 from engine.errors import HoldBrokenError
 from engine.proto import FieldError
-from kvtransfer.errors import ChunkError, HandoverError, HandoverProtocolError, SourceGoneError, StalledError
+from kvtransfer.errors import ChunkError, DigestError, HandoverError, HandoverProtocolError, SourceGoneError, StaleBlockError, StalledError
 from rpc.deadline import HOP_MARGIN_S
 from rpc.errors import StatusError, deadline_exceeded
 
 # The callee's deadline is a margin in front of ours; what comes later than two before our end is our own end.
 _OWN_END_S = 2 * HOP_MARGIN_S
-_KV_REASONS = ((ChunkError, "CHUNK"), (SourceGoneError, "SOURCE_GONE"), (StalledError, "STALLED"), (HandoverProtocolError, "PROTOCOL"))
+_KV_REASONS = (
+    (ChunkError, "CHUNK"),
+    (DigestError, "DIGEST"),
+    (StaleBlockError, "STALE_BLOCK"),
+    (SourceGoneError, "SOURCE_GONE"),
+    (StalledError, "STALLED"),
+    (HandoverProtocolError, "PROTOCOL"),
+)
+PAIRING_UNKNOWN = "PAIRING_UNKNOWN"
+"""Prefill knows no such pairing: what another attempt there would not meet."""
 
 
 class AttemptFailedError(Exception):
@@ -69,4 +78,6 @@ def _sort(error: grpc.aio.AioRpcError, instance: str, context: grpc.aio.Servicer
     if code is grpc.StatusCode.INVALID_ARGUMENT and not resumes:
         return status
     description = f"{code.name} {status.message}"
+    if status.reason == PAIRING_UNKNOWN:
+        return AttemptFailedError(instance, PAIRING_UNKNOWN, description)
     return AttemptFailedError(instance, code.name, description, pairs=code is not grpc.StatusCode.FAILED_PRECONDITION)

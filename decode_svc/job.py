@@ -91,7 +91,7 @@ class Job:
         )
 
     def start(self) -> prefill_pb2.PrefillStart:
-        """What prefill is asked for; layout, cached blocks and transports are the caller's to add."""
+        """What prefill is asked for; the pairing and how it is read are the caller's to add."""
         return prefill_pb2.PrefillStart(
             request_id=self.request_id,
             tenant_salt=self.tenant_salt,

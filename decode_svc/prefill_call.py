@@ -9,11 +9,14 @@ from typing import Any
 
 import grpc
 
+from decode_svc.failures import PAIRING_UNKNOWN
+from decode_svc.paired import Paired
 from decode_svc.peers import PrefillPeer
 from decode_svc.prompt_logprobs import PromptLogprobs
-from kvtransfer.errors import HandoverProtocolError
+from kvtransfer.errors import HandoverProtocolError, TransferError
 from kvtransfer.handover import Handover
 from rpc.client import outgoing
+from rpc.errors import StatusError
 from tandem.v1 import prefill_pb2
 from telemetry.spans import PREFILL_INSTANCE
 
@@ -26,6 +29,11 @@ class PrefillCall:
     def __init__(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
         self._call = call
         self._answer: asyncio.Future[Any] | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """Prefill has ended the RPC, and with it the hold."""
+        return self._call.done()
 
     async def start(self, start: prefill_pb2.PrefillStart) -> None:
         """Asks for a prompt."""
@@ -90,11 +98,22 @@ class PrefillCall:
 
 
 @contextmanager
-def prefill_call(peer: PrefillPeer, timeout_s: float) -> Iterator[PrefillCall]:
-    """Opens the RPC under its CLIENT span; leaving the block cancels it if it has not ended, and with it prefill's hold."""
+def prefill_call(peer: PrefillPeer, paired: Paired, timeout_s: float) -> Iterator[PrefillCall]:
+    """Opens the RPC under its CLIENT span; leaving the block cancels it if it has not ended, and with it prefill's hold.
+
+    The pairing is told of what fails by its transport's fault, and of being unknown to prefill.
+    """
     with outgoing(_METHOD, attributes={PREFILL_INSTANCE: peer.name}) as (metadata, _):
         call = PrefillCall(peer.stub.Prefill(timeout=timeout_s, metadata=metadata))
         try:
             yield call
+        except grpc.aio.AioRpcError as error:
+            if StatusError.of(error).reason == PAIRING_UNKNOWN:
+                paired.lose("prefill knows no such pairing any more")
+            raise
+        except TransferError as error:
+            if not call.has_ended:  # else its blocks went with the hold
+                paired.transfer_failed(error)
+            raise
         finally:
             call.cancel()

@@ -7,9 +7,9 @@ from decode_svc.decode_span import DecodeSpan
 from decode_svc.failures import AttemptFailedError
 from decode_svc.generate_rpc import GenerateRpc
 from decode_svc.job import Job
-from decode_svc.remote_prompt import RemotePrompt
+from decode_svc.remote_prompt import RemotePrompt, paired_with
 from engine.events import Readmitted
-from kvtransfer.handover import Destination
+from kvtransfer.path import Destination
 
 
 class Readmission:
@@ -20,8 +20,8 @@ class Readmission:
         self._rpc = rpc
         self._job = job
         self._sample_id = event.sample_id
-        block_bytes = rpc.pool.engine.model.layout.block_bytes
-        self._to = Destination(event.sample_id, event.block_ids, event.num_cached_blocks, event.num_prompt_blocks, block_bytes)
+        block_size = rpc.pool.engine.model.layout.block_size
+        self._to = Destination(event.sample_id, event.block_ids, event.num_cached_blocks * block_size, job.num_tokens)
         self._decode = decode
 
     async def run(self) -> None:
@@ -32,17 +32,23 @@ class Readmission:
         pool = self._rpc.pool
         attempts = Attempts(self._rpc, pool.peers.candidates(self._rpc.prefill_instance, pool.policy.max_prefill_attempts))
         while (peer := attempts.next_peer(self._job)) is not None:
-            prompt = RemotePrompt(self._rpc, peer, self._job, self._to)
             try:
-                await self._fill(prompt)
+                async with paired_with(peer, self._rpc) as paired:
+                    await self._fill(RemotePrompt(self._rpc, peer, paired, self._job, self._to))
                 return
             except AttemptFailedError as failure:
                 attempts.failed(failure)
-            # The next attempt writes into the same blocks.
-            await prompt.stopped()
         raise attempts.error()
 
     async def _fill(self, prompt: RemotePrompt) -> None:
+        try:
+            await self._hand_over(prompt)
+        except AttemptFailedError:
+            # The next attempt writes into the same blocks.
+            await prompt.stopped()
+            raise
+
+    async def _hand_over(self, prompt: RemotePrompt) -> None:
         async with prompt.asked() as call:
             computed = await prompt.computed(call)
             await prompt.confirmed(call, computed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -12,13 +12,15 @@ from typing import Any
 import grpc
 from prometheus_client import CollectorRegistry
 
-from decode_svc.peers import PrefillPeers, ReadSettings
+from decode_svc.kv_path_events import kv_path_events
+from decode_svc.pairing import NOT_PAIRED_YET
+from decode_svc.peers import KvParts, KvSettings, PrefillPeers
 from decode_svc.pool import DecodePool, FailurePolicy, PrefillPace
 from decode_svc.servicer import DecodeServicer
 from engine.async_engine import AsyncEngine
 from engine.proto import sampling_params_to_proto
-from kvtransfer.inline import InlineLimits
 from kvtransfer.quarantine import Quarantine
+from kvtransfer.transport import NAMES
 from prefill_svc.pool import PrefillPool, open_pool
 from prefill_svc.servicer import PrefillServicer
 from rpc.channels import control_channel
@@ -110,12 +112,13 @@ async def until(condition: Callable[[], bool], within_s: float = 5.0) -> None:
 
 
 @asynccontextmanager
-async def open_prefill(name: str, *, max_request_time_s: float = 600.0, **options: Any) -> AsyncIterator[PrefillNode]:
+async def open_prefill(
+    name: str, *, port: int = 0, transports: Sequence[str] = NAMES, max_request_time_s: float = 600.0, **options: Any
+) -> AsyncIterator[PrefillNode]:
     """A running prefill worker."""
-    async with running_fake_engine(**options) as (engine, device):
-        pool = open_pool(engine, metrics("prefill"))
+    async with running_fake_engine(**options) as (engine, device), open_pool(engine, metrics("prefill"), transports=transports) as pool:
         load = LoadWatch(engine, "fake")
-        server = RpcServer(name)
+        server = RpcServer(name, port=port)
         PrefillServicer(pool, load, max_request_time_s=max_request_time_s).add_to(server)
         port = await server.start()
         server.set_ready(True)
@@ -128,7 +131,36 @@ async def open_prefill(name: str, *, max_request_time_s: float = 600.0, **option
             if device.gate is not None:
                 device.gate.set()
             await server.drain(0.1)
-            pool.close()
+
+
+@asynccontextmanager
+async def open_decode(
+    targets: Mapping[str, str],
+    *,
+    kv: KvSettings | None = None,
+    policy: FailurePolicy | None = None,
+    max_request_time_s: float = 600.0,
+    **options: Any,
+) -> AsyncIterator[DecodeNode]:
+    """A running decode worker."""
+    async with AsyncExitStack() as stack:
+        engine, device = await stack.enter_async_context(running_fake_engine(**options))
+        executor = stack.enter_context(ThreadPoolExecutor(1))
+        load, counted = LoadWatch(engine, "fake"), metrics("decode")
+        parts = KvParts.of(engine.kv_cache, executor, kv or KvSettings(transports=("inline",), checksum=True, min_bytes_per_s=1))
+        peers = PrefillPeers(targets, parts, kv_path_events(counted, load))
+        stack.push_async_callback(peers.close)
+        load.set_kv_paths(peers.kv_paths)
+        peers.start()
+        pool = DecodePool(engine, peers, Quarantine(), policy or FailurePolicy(), counted, PrefillPace(), max_request_time_s)
+        server = RpcServer("decode")
+        DecodeServicer(pool, load).add_to(server)
+        port = await server.start()
+        server.set_ready(True)
+        load.set_ready(True)
+        stack.push_async_callback(server.drain, 0.1)
+        channel = await stack.enter_async_context(control_channel(f"127.0.0.1:{port}"))
+        yield DecodeNode(engine, device, pool, load, server, decode_pb2_grpc.DecodeServiceStub(channel))
 
 
 @asynccontextmanager
@@ -142,23 +174,16 @@ async def open_cluster(
     decode_options: dict[str, Any] | None = None,
     max_request_time_s: float = 600.0,
 ) -> AsyncIterator[Cluster]:
-    """A running cluster; options of the engines as of `fake_parts`."""
+    """A running cluster whose workers have paired, or know why not; options of the engines as of `fake_parts`."""
     async with AsyncExitStack() as stack:
         prefills = [await stack.enter_async_context(open_prefill(f"p{index}", **(prefill_options or {}))) for index in range(num_prefills)]
-        engine, device = await stack.enter_async_context(running_fake_engine(**(decode_options or {})))
-        executor = stack.enter_context(ThreadPoolExecutor(1))
-        targets = {node.name: f"127.0.0.1:{node.server.port}" for node in prefills}
-        settings = ReadSettings(transports=transports, inline=InlineLimits(checksum=checksum))
-        peers = PrefillPeers(targets, engine.kv_cache.blocks, executor, settings)
-        stack.push_async_callback(peers.close)
-        pool = DecodePool(engine, peers, Quarantine(), policy or FailurePolicy(), metrics("decode"), PrefillPace(), max_request_time_s)
-        load = LoadWatch(engine, "fake")
-        server = RpcServer("decode")
-        DecodeServicer(pool, load).add_to(server)
-        port = await server.start()
-        server.set_ready(True)
-        load.set_ready(True)
-        stack.push_async_callback(server.drain, 0.1)
-        channel = await stack.enter_async_context(control_channel(f"127.0.0.1:{port}"))
-        stub = decode_pb2_grpc.DecodeServiceStub(channel)
-        yield Cluster(prefills, DecodeNode(engine, device, pool, load, server, stub))
+        kv = KvSettings(transports=transports, checksum=checksum, min_bytes_per_s=1)
+        opening = open_decode(addresses(prefills), kv=kv, policy=policy, max_request_time_s=max_request_time_s, **(decode_options or {}))
+        decode = await stack.enter_async_context(opening)
+        await until(lambda: all(path.reason != NOT_PAIRED_YET for path in decode.pool.peers.kv_paths()))
+        yield Cluster(prefills, decode)
+
+
+def addresses(prefills: Sequence[PrefillNode]) -> dict[str, str]:
+    """Where they listen, by their names."""
+    return {node.name: f"127.0.0.1:{node.server.port}" for node in prefills}

@@ -119,7 +119,9 @@ class WorkerMetrics:
             ["model_name", "role", "prefill_instance", "transport"],
             registry=registry,
         )
-        self._kv_path_changes = self._counter_by("prefill_instance", "kv_path_changes", "Times that the path from a prefill instance became another one, or none.")
+        self._kv_path_changes = self._counter_by(
+            "prefill_instance", "kv_path_changes", "Times that the path from a prefill instance became another one, or none."
+        )
         self._cache_config = Gauge(
             "tandem_cache_config_info", "The KV cache's shape.", ["model_name", "role", "block_size", "num_gpu_blocks"], registry=registry
         )

@@ -55,6 +55,9 @@ async def print_status(target: str, timeout_s: float, console: Console) -> None:
     console.print(f"model {', '.join(models) or 'unknown'}", highlight=False)
     console.print(_instances(status))
     console.print("moving: KV on its way or held for a reader; backlog: prompt tokens not yet computed", style="dim", highlight=False)
+    if any(instance.load.kv_paths for instance in status.instances):
+        console.print()
+        console.print(_kv_paths(status))
 
 
 def _instances(status: gateway_pb2.GetStatusResponse) -> Table:
@@ -76,4 +79,19 @@ def _instances(status: gateway_pb2.GetStatusResponse) -> Table:
             str(load.prefill_backlog_tokens),
             used,
         )
+    return table
+
+
+def _kv_paths(status: gateway_pb2.GetStatusResponse) -> Table:
+    """A row for each pair: how KV gets to a decode instance from a prefill instance, or why it does not."""
+    table = Table(header_style="bold", box=None, pad_edge=False)
+    for name in ("KV to", "from", "by"):
+        table.add_column(name, no_wrap=True)
+    table.add_column("GB/s", justify="right", no_wrap=True)
+    table.add_column("why not by a preferred one", overflow="fold")
+    for instance in sorted(status.instances, key=lambda one: one.name):
+        for path in sorted(instance.load.kv_paths, key=lambda one: one.prefill_instance):
+            by = Text(path.transport, "green") if path.transport else Text("not paired", "red")
+            rate = f"{path.bytes_per_s / 1e9:.2f}" if path.transport else "-"
+            table.add_row(Text(instance.name), Text(path.prefill_instance), by, rate, Text(path.reason))
     return table

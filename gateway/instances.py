@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 
-from tandem.v1 import load_pb2
+from tandem.v1 import kv_pb2, load_pb2
 
 
 class Role(Enum):
@@ -56,12 +56,17 @@ class Shape:
     reserve_output_tokens: int
     max_num_seqs: int
     layout: bytes
+    """But for what is converted while KV is copied."""
 
     @classmethod
     def of(cls, load: load_pb2.LoadReport) -> Shape:
         """The shape in a report."""
-        layout = load.layout.SerializeToString(deterministic=True)
-        return cls(load.max_model_len, load.num_blocks, load.block_size, load.reserve_output_tokens, load.max_num_seqs, layout)
+        layout = kv_pb2.KvLayout()
+        layout.CopyFrom(load.layout)
+        for converted in ("block_size", "num_head_shards"):
+            layout.ClearField(converted)
+        fixed = layout.SerializeToString(deterministic=True)
+        return cls(load.max_model_len, load.num_blocks, load.block_size, load.reserve_output_tokens, load.max_num_seqs, fixed)
 
 
 @dataclass(slots=True)
@@ -111,5 +116,5 @@ class Instance:
         return self.load is not None and self.num_requests + number <= self.max_places
 
     def pairs_with(self, other: Instance) -> bool:
-        """Whether KV can go from one to the other: their layouts are known and equal."""
+        """Whether KV can go from one to the other: their layouts are known, and equal but for what is converted."""
         return self.shape is not None and other.shape is not None and self.shape.layout == other.shape.layout

@@ -189,7 +189,11 @@ def test_targets_are_a_list_of_names_and_addresses() -> None:
     ("argv", "flag"),
     [
         (["--prefill", "x"], "--prefill"),
-        (["--transports", "pigeon"], "--transports"),
+        (["--kv-transports", "inline,pigeon"], "--kv-transports"),
+        (["--kv-transports", "inline,inline"], "--kv-transports"),
+        (["--kv-transports", ""], "--kv-transports"),
+        (["--kv-min-bandwidth", "fast"], "--kv-min-bandwidth"),
+        (["--max-kv-bytes-in-flight-total", "0"], "--max-kv-bytes-in-flight-total"),
         (["--block-size", "0"], "--block-size"),
         (["--dtype", "int3"], "--dtype"),
         (["--kv-cache-memory", "4X"], "--kv-cache-memory"),

@@ -45,6 +45,11 @@ class Gate:
         self._open = threading.Event()
         self._open_on_loop = asyncio.Event()
 
+    @property
+    def opened(self) -> bool:
+        """Everything passes."""
+        return self._open.is_set()
+
     def open(self) -> None:
         """Lets everything pass."""
         self._open.set()

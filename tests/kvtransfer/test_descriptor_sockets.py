@@ -16,7 +16,7 @@ import uvloop
 
 from kvtransfer.descriptor_sockets import MAX_DESCRIPTORS, MAX_PAYLOAD_BYTES, DescriptorSockets, SocketLimits, fetch, remove_leftovers, socket_path
 from kvtransfer.errors import HandoverProtocolError, NoTransportError
-from kvtransfer.packet_socket import packet_socket, receive, receive_fds, send
+from kvtransfer.packet_socket import ClosedError, packet_socket, receive, receive_fds, send
 from kvtransfer.pairing import proof
 from tests.kvtransfer.ends import until
 
@@ -71,7 +71,7 @@ def _connected(directory: Path, name: str) -> socket.socket:
 
 
 async def _is_ended(connection: socket.socket) -> bool:
-    with pytest.raises((HandoverProtocolError, OSError)):
+    with pytest.raises((ClosedError, OSError)):
         await asyncio.wait_for(receive(connection, 32), 5)
     return True
 
@@ -101,6 +101,15 @@ async def test_who_does_not_know_the_key_gets_nothing_and_takes_nothing_from_who
         with pytest.raises(NoTransportError, match="closed"):
             await _word(tmp_path, sockets.name, key, purpose, pairing_id)
     assert await _word(tmp_path, sockets.name) == b"word"
+
+
+async def test_a_payload_without_descriptors_is_given_once_too(sockets: DescriptorSockets, tmp_path: Path) -> None:
+    sockets.publish(PAIRING, KEY, PURPOSE, b"payload")
+    async with fetch(socket_path(tmp_path, sockets.name), PAIRING, KEY, PURPOSE, num_fds=0) as fetched:
+        assert fetched.payload == b"payload"
+    with pytest.raises(NoTransportError):
+        async with fetch(socket_path(tmp_path, sockets.name), PAIRING, KEY, PURPOSE, num_fds=0):
+            pass
 
 
 async def test_of_two_at_once_one_gets_it(sockets: DescriptorSockets, tmp_path: Path, fd: int) -> None:

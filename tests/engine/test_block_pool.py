@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -106,12 +108,45 @@ def test_transferred_references_are_the_new_owners_and_nothing_is_given_back_mea
     pool.check()
 
 
+def test_a_generation_is_odd_while_the_block_is_held_and_another_one_in_each_hold() -> None:
+    generations = array("I", [0, 2**32 - 2])
+    pool = BlockPool(2, memoryview(generations))
+    pool.allocate("sequence:a", 2)
+    assert list(generations) == [1, 2**32 - 1]
+    pool.acquire("reader:r", [0, 1])
+    pool.transfer("sequence:a", "step:1")
+    pool.mark_filled(0, b"name")
+    pool.release("step:1")
+    assert list(generations) == [1, 2**32 - 1]
+    pool.release("reader:r")
+    assert list(generations) == [2, 0]
+    pool.acquire("reader:s", [0])  # the very same content, and yet not the hold that a reader was told of
+    assert list(generations) == [3, 0]
+    pool.release("reader:s")
+    pool.check()
+
+
+def test_a_generation_that_does_not_say_whether_its_block_is_held_is_a_broken_ledger() -> None:
+    generations = array("I", [0, 0])
+    pool = BlockPool(2, memoryview(generations))
+    pool.allocate("sequence:a", 1)
+    for block in (0, 1):
+        generations[block] += 1
+        with pytest.raises(AssertionError, match="odd exactly while"):
+            pool.check()
+        generations[block] -= 1
+    pool.check()
+
+
 class PoolMachine(RuleBasedStateMachine):
     """Any order of calls leaves what a model of three dictionaries says, and hits only what was filled under that name."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = BlockPool(6)
+        self.generations = array("I", [0, 0, 0, 2**32 - 2, 2**32 - 4, 6])
+        self.before = list(self.generations)
+        self.pool = BlockPool(6, memoryview(self.generations))
+        self.held_before: set[int] = set()
         self.num_owners = 0
         self.owners: dict[str, list[int]] = {}
         self.filled: set[int] = set()
@@ -218,6 +253,14 @@ class PoolMachine(RuleBasedStateMachine):
         assert self.pool.num_held == len(held)
         assert self.pool.num_free + self.pool.num_cached + self.pool.num_held == self.pool.num_blocks
         assert all(self.pool.is_filled(block) == (block in self.filled) for block in held)
+
+    @invariant()
+    def a_generation_grows_by_one_when_a_hold_of_its_block_begins_or_ends_and_never_else(self) -> None:
+        held = {block for blocks in self.owners.values() for block in blocks}
+        for block, (before, now) in enumerate(zip(self.before, self.generations, strict=True)):
+            assert now % 2 == (block in held)
+            assert (now - before) % 2**32 == ((block in held) != (block in self.held_before))
+        self.before, self.held_before = list(self.generations), held
 
     def teardown(self) -> None:
         for owner in self.owners:

@@ -138,8 +138,16 @@ def test_no_number_that_is_none_passes(name: str, value: float) -> None:
 
 
 def test_layouts_go_there_and_back() -> None:
+    for layout in (KvLayout("abc", "bfloat16", 30, 3, 64, 16), KvLayout("abc", "float32", 2, 12, 4, 8, version=2, num_head_shards=6)):
+        assert proto.kv_layout_from_proto(proto.kv_layout_to_proto(layout)) == layout
+
+
+def test_a_layout_that_does_not_say_its_shards_is_not_taken_for_one_of_one_shard() -> None:
     layout = KvLayout("abc", "bfloat16", 30, 3, 64, 16)
-    assert proto.kv_layout_from_proto(proto.kv_layout_to_proto(layout)) == layout
+    message = proto.kv_layout_to_proto(layout)
+    assert message.num_head_shards == 1
+    message.ClearField("num_head_shards")
+    assert layout.differences(proto.kv_layout_from_proto(message)) == {"num_head_shards": (1, 0)}
 
 
 @pytest.mark.parametrize("token", [SampledToken(5), SampledToken(5, -0.5), SampledToken(5, -math.inf, ((6, -1.5), (5, -math.inf)))], ids=str)

@@ -169,15 +169,16 @@ async def open_cluster(
     num_prefills: int = 1,
     transports: Sequence[str] = ("inline",),
     checksum: bool = True,
+    kv: KvSettings | None = None,
     policy: FailurePolicy | None = None,
     prefill_options: dict[str, Any] | None = None,
     decode_options: dict[str, Any] | None = None,
     max_request_time_s: float = 600.0,
 ) -> AsyncIterator[Cluster]:
-    """A running cluster whose workers have paired, or know why not; options of the engines as of `fake_parts`."""
+    """A running cluster whose workers have paired, or know why not; options of the engines as of `fake_parts`. `kv` is in place of transports and checksum."""
     async with AsyncExitStack() as stack:
         prefills = [await stack.enter_async_context(open_prefill(f"p{index}", **(prefill_options or {}))) for index in range(num_prefills)]
-        kv = KvSettings(transports=transports, checksum=checksum, min_bytes_per_s=1)
+        kv = kv or KvSettings(transports=transports, checksum=checksum, min_bytes_per_s=1)
         opening = open_decode(addresses(prefills), kv=kv, policy=policy, max_request_time_s=max_request_time_s, **(decode_options or {}))
         decode = await stack.enter_async_context(opening)
         await until(lambda: all(path.reason != NOT_PAIRED_YET for path in decode.pool.peers.kv_paths()))

@@ -21,7 +21,7 @@ from rpc.channels import control_channel
 from rpc.client import outgoing
 from rpc.errors import exhausted
 from rpc.server import RpcServer
-from tandem.v1 import decode_pb2, decode_pb2_grpc, gateway_pb2, gateway_pb2_grpc, generation_pb2, load_pb2, prefill_pb2, prefill_pb2_grpc
+from tandem.v1 import decode_pb2, decode_pb2_grpc, gateway_pb2, gateway_pb2_grpc, generation_pb2, kv_pb2, load_pb2, prefill_pb2, prefill_pb2_grpc
 from telemetry.spans import FIRST_TOKEN, REQUEST_ID
 from telemetry.tracing import configure_tracing, flush, span
 
@@ -70,6 +70,10 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
         )
 
     async def GetStatus(self, request: gateway_pb2.GetStatusRequest, context: grpc.aio.ServicerContext[Any, Any]) -> gateway_pb2.GetStatusResponse:
+        paths = [
+            kv_pb2.KvPath(prefill_instance="prefill-0", transport="inline", bytes_per_s=1.234e9, reason="shared_memory: decode is on another host"),
+            kv_pb2.KvPath(prefill_instance="prefill-1", reason="UNAVAILABLE nobody is there"),
+        ]
         load = load_pb2.LoadReport(ready=True, num_blocks=100, num_free_blocks=93, model="smollm2", num_requests_running=2)
         return gateway_pb2.GetStatusResponse(
             version="0.1.0",
@@ -77,6 +81,9 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
             instances=[
                 gateway_pb2.InstanceStatus(name="prefill-0", role=gateway_pb2.INSTANCE_ROLE_PREFILL, available=True, load=load),
                 gateway_pb2.InstanceStatus(name="decode-0", role=gateway_pb2.INSTANCE_ROLE_DECODE, available=False, reason="unreachable"),
+                gateway_pb2.InstanceStatus(
+                    name="decode-1", role=gateway_pb2.INSTANCE_ROLE_DECODE, available=True, load=load_pb2.LoadReport(ready=True, kv_paths=paths)
+                ),
             ],
         )
 

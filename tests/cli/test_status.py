@@ -59,6 +59,17 @@ async def test_status_shows_both_pools_and_why_an_instance_is_out(server: RpcSer
     assert "unreachable" in decode
 
 
+async def test_status_shows_every_kv_path_its_speed_and_why_there_is_none(server: RpcServer) -> None:
+    out = io.StringIO()
+    await print_status(f"127.0.0.1:{server.port}", 5, Console(file=out, width=120))
+    lines = out.getvalue().splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("KV to"))
+    assert [" ".join(line.split()) for line in lines[first + 1 :]] == [
+        "decode-1 prefill-0 inline 1.23 shared_memory: decode is on another host",
+        "decode-1 prefill-1 not paired - UNAVAILABLE nobody is there",
+    ]
+
+
 async def test_status_of_an_unreachable_gateway_is_one_line() -> None:
     with pytest.raises(UserError, match="cannot be reached"):
         await print_status("127.0.0.1:1", 5, Console(file=io.StringIO()))

@@ -233,6 +233,17 @@ def test_layouts_that_differ_are_not_paired() -> None:
         desk.offer()
 
 
+@pytest.mark.parametrize("field", ["block_size", "num_head_shards"])
+def test_layouts_that_are_converted_while_kv_is_copied_are_paired(field: str) -> None:
+    desk = Desk(num_decodes=1, num_prefills=1)
+    other = load_report(100, [2])
+    setattr(other.layout, field, getattr(other.layout, field) + 8)
+    desk.instances["d0"].report(other)
+    route = desk.offer().route
+    assert route is not None
+    assert (route.decode.name, route.computing.name) == ("d0", "p0")
+
+
 def test_a_request_that_only_an_unpaired_instance_could_hold_is_refused_and_blocks_nobody() -> None:
     desk = Desk(num_decodes=2, num_prefills=1)
     large = load_report(100, [2], max_model_len=100_000, num_blocks=10_000)

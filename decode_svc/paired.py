@@ -12,7 +12,7 @@ import grpc
 
 from kvtransfer.errors import TransferError
 from kvtransfer.path import Destination, KvPath
-from kvtransfer.transport import KvReader
+from kvtransfer.transport import KvReader, PerishableReader
 from rpc.failpoints import failpoint
 from tandem.v1 import kv_pb2
 from telemetry.spans import KV_TRANSFER
@@ -84,6 +84,9 @@ class Paired:
 
     def transfer_failed(self, error: TransferError) -> None:
         """A hand-over failed by the transport's fault while the pairing was intact."""
+        if isinstance(self._reader, PerishableReader) and self._reader.lost:
+            self.lose(f"{self.path.transport} is lost: {self._reader.lost}")
+            return
         self._num_failures += 1
         if self._num_failures >= MAX_FAILURES and self.is_open and not self.failing.done():
             self.failing.set_result(f"{self._num_failures} hand-overs in a row failed, the last one: {error}")

@@ -20,6 +20,7 @@ from kvtransfer.errors import HandoverProtocolError, NoTransportError
 from kvtransfer.pairing import NONCE_BYTES, PROCESS_ID, boot_id, sources_by_name
 from kvtransfer.path import PathParts
 from kvtransfer.readers import Readers
+from kvtransfer.transport import KvReader, PreparedReader
 from rpc.client import outgoing
 from rpc.errors import StatusError
 from tandem.v1 import prefill_pb2, prefill_pb2_grpc
@@ -81,6 +82,7 @@ class PairingAttempt:
             raise
 
     async def _run(self) -> tuple[Paired, dict[str, str]]:
+        await self._prepare()
         self._greet()
         # A channel that could not connect answers for a while without trying again; what is said here should be true now.
         with contextlib.suppress(TimeoutError):
@@ -93,6 +95,18 @@ class PairingAttempt:
         except BaseException:
             call.cancel()
             raise
+
+    async def _prepare(self) -> None:
+        usable, unusable = list[KvReader](), dict(self.readers.unusable)
+        for reader in self.readers.usable:
+            try:
+                if isinstance(reader, PreparedReader):
+                    await reader.prepare()
+                usable.append(reader)
+            except NoTransportError as error:
+                reader.close()
+                unusable[reader.name] = str(error)
+        self.readers = Readers(usable, unusable)
 
     def _greet(self) -> None:
         if not self.readers.usable:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from decode_svc.paired import PathEvent
@@ -14,6 +14,7 @@ from decode_svc.pairing_attempt import PairingParts
 from engine.kv_cache import HostKvCache, KvLayout
 from kvtransfer.budget import ByteBudget
 from kvtransfer.memories import BlockMemory, HostBlocks
+from kvtransfer.nixl_settings import NixlSettings
 from kvtransfer.path import PathParts
 from kvtransfer.readers import ReaderParts, make_readers
 from kvtransfer.transport import NAMES
@@ -39,6 +40,7 @@ class KvSettings:
     """Per prefill instance."""
     max_total_bytes_in_flight: int = MAX_TOTAL_BYTES_IN_FLIGHT
     socket_dir: Path | None = None
+    nixl: NixlSettings = field(default_factory=NixlSettings)
 
 
 class KvParts:
@@ -67,7 +69,7 @@ class PrefillPeer:
         self._data = data_channel(target)
         self.stub = prefill_pb2_grpc.PrefillServiceStub(self._control)
         settings = parts.settings
-        reading = ReaderParts(parts.pool, parts.executor, self._control, self._data, settings.socket_dir)
+        reading = ReaderParts(parts.pool, parts.executor, self._control, self._data, settings.socket_dir, settings.nixl)
         path = PathParts(parts.pool, parts.layout, parts.executor, (ByteBudget(settings.max_bytes_in_flight), parts.total), settings.checksum)
         self.pairing = PeerPairing(
             PairingParts(name, self._control, path, lambda names: make_readers(names, reading), tuple(settings.transports), settings.min_bytes_per_s), on_event

@@ -9,6 +9,7 @@ from pydantic import ByteSize, Field, field_validator
 
 from decode_svc.peers import MAX_BYTES_IN_FLIGHT, MAX_TOTAL_BYTES_IN_FLIGHT, MIN_BYTES_PER_S, KvSettings, parse_targets
 from decode_svc.pool import FailurePolicy
+from kvtransfer.nixl_settings import NixlSettings
 from kvtransfer.readers import check_names
 from kvtransfer.transport import NAMES
 from worker.settings import WorkerSettings
@@ -62,4 +63,5 @@ class DecodeSettings(WorkerSettings):
             max_bytes_in_flight=self.max_kv_bytes_in_flight,
             max_total_bytes_in_flight=self.max_kv_bytes_in_flight_total,
             socket_dir=self.kv_socket_dir,
+            nixl=NixlSettings(self.nixl_net_devices, self.nixl_tls, self.nixl_direction),
         )

@@ -14,6 +14,8 @@ from kvtransfer.errors import NoTransportError
 from kvtransfer.inline import InlineReader
 from kvtransfer.memories import BlockMemory, HostBlocks
 from kvtransfer.memory import MemoryReader
+from kvtransfer.nixl_reader import NixlReader
+from kvtransfer.nixl_settings import NixlSettings
 from kvtransfer.shared_memory import SharedMemoryReader
 from kvtransfer.transport import NAMES, KvReader
 
@@ -32,6 +34,7 @@ class ReaderParts:
     """Carries ReadKv and nothing else."""
     socket_dir: Path | None = None
     """Where the unix sockets of both pools are; None: transports that need one are left out."""
+    nixl: NixlSettings = field(default_factory=NixlSettings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +60,18 @@ def _cuda_ipc(parts: ReaderParts) -> KvReader:
     return CudaIpcReader(parts.pool, mappings, parts.executor, parts.socket_dir)
 
 
+def _nixl(parts: ReaderParts) -> KvReader:
+    if not isinstance(parts.pool, HostBlocks):
+        raise NoTransportError("decode's pool is not in host memory")
+    return NixlReader(parts.pool, parts.executor, parts.control, parts.nixl)
+
+
 # Each raises NoTransportError with the reason why this process cannot use the transport.
 _MAKERS: Mapping[str, Callable[[ReaderParts], KvReader]] = {
     "memory": lambda parts: MemoryReader(parts.executor),
     "shared_memory": _shared_memory,
     "cuda_ipc": _cuda_ipc,
+    "nixl": _nixl,
     "inline": lambda parts: InlineReader(parts.data),
 }
 

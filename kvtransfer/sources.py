@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -17,6 +18,8 @@ from kvtransfer.hold import Holds
 from kvtransfer.host_pool import HostPool
 from kvtransfer.inline import InlineSource
 from kvtransfer.memory import MemorySource
+from kvtransfer.nixl_settings import NixlSettings
+from kvtransfer.nixl_source import NixlSource
 from kvtransfer.pairing import Pairing
 from kvtransfer.shared_memory import SharedMemorySource
 from kvtransfer.socket_dir import open_socket_dir
@@ -48,6 +51,7 @@ class SourceParts:
     """Where unix sockets are made; None: see open_socket_dir."""
     cuda_pool: CudaPool | None = None
     """The pool, when it is on a GPU."""
+    nixl: NixlSettings = field(default_factory=NixlSettings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +106,28 @@ async def _cuda_ipc(parts: SourceParts) -> AsyncIterator[KvSource]:
 
 
 @asynccontextmanager
+async def _nixl(parts: SourceParts) -> AsyncIterator[KvSource]:
+    if parts.cuda_pool is not None:
+        raise NoTransportError("prefill's pool is not in host memory")
+    executor = ThreadPoolExecutor(1, thread_name_prefix="nixl-digest")
+    try:
+        source = NixlSource(parts.pool, parts.holds, executor, parts.nixl)
+        try:
+            yield source
+        finally:
+            source.close()
+    finally:
+        executor.shutdown(wait=False, cancel_futures=True)
+
+
+@asynccontextmanager
 async def _inline(parts: SourceParts) -> AsyncIterator[KvSource]:
     yield InlineSource(parts.pool, parts.holds)
 
 
 _Open = Callable[[SourceParts], AbstractAsyncContextManager[KvSource]]
 """Opens a source for the time of a `with`. Raises HandoverError, ImportError or OSError when this process cannot have it."""
-_OPENERS: dict[str, _Open] = {"memory": _memory, "shared_memory": _shared_memory, "cuda_ipc": _cuda_ipc, "inline": _inline}
+_OPENERS: dict[str, _Open] = {"memory": _memory, "shared_memory": _shared_memory, "cuda_ipc": _cuda_ipc, "nixl": _nixl, "inline": _inline}
 
 
 @asynccontextmanager

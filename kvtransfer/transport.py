@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from kvtransfer.memories import BlockMemory
 from kvtransfer.pairing import Pairing
@@ -62,6 +62,25 @@ class Probe:
 
     content: bytes | memoryview
     elapsed_s: float
+
+
+@runtime_checkable
+class PreparedReader(Protocol):
+    """A reader that needs time before it can greet."""
+
+    async def prepare(self) -> None:
+        """Before `greet`. Raises NoTransportError when the reader cannot be used after all."""
+        ...
+
+
+@runtime_checkable
+class PerishableReader(Protocol):
+    """A reader that can go bad under a pairing that is intact otherwise."""
+
+    @property
+    def lost(self) -> str:
+        """Why nothing can be read any more until the pairing is made anew; empty as long as it can."""
+        ...
 
 
 class KvReader(Protocol):

@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             worker.metrics,
             transports=settings.kv_transports.split(","),
             socket_dir=settings.kv_socket_dir,
+            nixl=settings.nixl(),
             max_reader_stop_s=settings.max_reader_stop_s,
         )
         async with opening as pool:

@@ -12,6 +12,7 @@ from engine.async_engine import AsyncEngine
 from kvtransfer.hold import Holds
 from kvtransfer.host_pool import HostPool
 from kvtransfer.memories import BlockMemory
+from kvtransfer.nixl_settings import NixlSettings
 from kvtransfer.quarantine import Quarantine
 from kvtransfer.sources import SourceParts, Sources, open_sources
 from kvtransfer.transport import NAMES
@@ -35,7 +36,13 @@ class PrefillPool:
 
 @asynccontextmanager
 async def open_pool(
-    engine: AsyncEngine, metrics: WorkerMetrics, *, transports: Sequence[str] = NAMES, socket_dir: Path | None = None, max_reader_stop_s: float = 5.0
+    engine: AsyncEngine,
+    metrics: WorkerMetrics,
+    *,
+    transports: Sequence[str] = NAMES,
+    socket_dir: Path | None = None,
+    nixl: NixlSettings = NixlSettings(),  # noqa: B008 # frozen
+    max_reader_stop_s: float = 5.0,
 ) -> AsyncIterator[PrefillPool]:
     """The pool of an engine; afterwards no new reader finds it. Its RPCs have ended by then."""
     quarantine = Quarantine(max_stop_s=max_reader_stop_s, on_alarm=lambda _: metrics.num_quarantined_readers.inc(), on_end=metrics.num_quarantined_readers.dec)
@@ -43,7 +50,7 @@ async def open_pool(
     host = HostPool(engine.kv_cache)
     executor = ThreadPoolExecutor(1, thread_name_prefix="kv-digest")
     try:
-        async with open_sources(SourceParts(host, holds, socket_dir), transports) as sources:
+        async with open_sources(SourceParts(host, holds, socket_dir, nixl=nixl), transports) as sources:
             yield PrefillPool(engine, host.memory, holds, sources, Pairings(PoolFacts.of(host), sources), executor, metrics)
     finally:
         executor.shutdown(wait=False, cancel_futures=True)

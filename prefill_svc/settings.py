@@ -6,6 +6,7 @@ from pathlib import Path
 
 from pydantic import field_validator
 
+from kvtransfer.nixl_settings import NixlSettings
 from kvtransfer.transport import NAMES
 from worker.settings import WorkerSettings
 
@@ -26,3 +27,7 @@ class PrefillSettings(WorkerSettings):
             if name not in NAMES:
                 raise ValueError(f"unknown transport {name!r}, expected some of {', '.join(NAMES)}")
         return value
+
+    def nixl(self) -> NixlSettings:
+        """How NIXL is used."""
+        return NixlSettings(self.nixl_net_devices, self.nixl_tls, self.nixl_direction)

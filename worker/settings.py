@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import ByteSize, Field
 
@@ -58,6 +58,14 @@ class WorkerSettings(ServiceSettings):
     """Seconds without progress after which a busy worker ends itself."""
     max_reader_stop_s: Annotated[float, Field(gt=0)] = 5.0
     """Seconds after which a reader of KV memory that was told to stop and has not is an alarm."""
+
+    nixl_net_devices: str = ""
+    """Network interfaces and RDMA ports that NIXL may use, as eth0 or mlx5_0:1 (UCX_NET_DEVICES); default: NIXL is not used. It listens there for everybody who
+    can connect, without authentication and in the clear: only on a network of its own."""
+    nixl_tls: str = ""
+    """Transports of UCX that NIXL may use, as rc,tcp (UCX_TLS); default: UCX's choice."""
+    nixl_direction: Literal["auto", "read", "write"] = "auto"
+    """How NIXL moves KV: read, decode reads prefill's pool (RDMA); write, prefill writes into a staging region of decode's (TCP); auto, the faster one."""
 
     def engine_config(self) -> EngineConfig:
         """Raises StartupError that names the flag."""

@@ -105,15 +105,15 @@ class Mapping:
 
         Raises HandoverProtocolError, StaleBlockError, SourceGoneError.
         """
-        if not (len(ids) == len(generations) == len(to_ids) and all(block < self.blocks.num_blocks for block in ids) and all(odd & 1 for odd in generations)):
+        source_ids, due, destination_ids = ids_of(ids), ids_of(generations), ids_of(to_ids)
+        if not len(ids) == len(generations) == len(to_ids) or (source_ids >= self.blocks.num_blocks).any() or not (due & 1).all():
             raise HandoverProtocolError("a run that does not say of each block where it is, and in which generation")
-        if to.block_bytes != self.blocks.block_bytes or any(not 0 <= block < to.num_blocks for block in to_ids):
+        if to.block_bytes != self.blocks.block_bytes or (destination_ids >= to.num_blocks).any():
             raise HandoverProtocolError("prefill's pool has blocks of another size than it told of, or the destination has fewer")
-        source_ids, due = ids_of(ids), ids_of(generations)
         self._check(source_ids, due)
         if stop.is_set():
             raise SourceGoneError("the copy was stopped")
-        self._run(Gather(self.blocks.address, source_ids, to.address, ids_of(to_ids), to.block_bytes))
+        self._run(Gather(self.blocks.address, source_ids, to.address, destination_ids, to.block_bytes))
         self._check(source_ids, due)
 
     def probe(self, landing: int) -> float:

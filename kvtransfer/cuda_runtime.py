@@ -167,6 +167,7 @@ class CupyRuntime:
             for kernel in (self._gather, self._xxh3):
                 kernel.compile()
             self._copies = self.new_stream()
+            self._copies_as_current = cupy.cuda.ExternalStream(self._copies)
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
@@ -306,7 +307,7 @@ class CupyRuntime:
         """See CudaRuntime."""
         with self._on_device():
             # Not the thread's default stream: that one waits for the engine's steps, and they for it.
-            self._cupy.cuda.ExternalStream(self._copies).use()
+            self._copies_as_current.use()
             memory = self._cupy.cuda.UnownedMemory(address, num_blocks * block_bytes, None, self._device)
             return self._cupy.ndarray((num_blocks, block_bytes), np.uint8, self._cupy.cuda.MemoryPointer(memory, 0))
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import re
-import subprocess
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -16,40 +13,15 @@ from kvtransfer import xxh3
 from kvtransfer.cuda_kernels import SOURCE
 from kvtransfer.cuda_pool import CudaBlocks
 from kvtransfer.cuda_runtime import CudaError
+from tests.support.cuda_on_cpu import compiled
 from tests.support.fake_cuda import FakeDriver, FakeRuntime
 
-# One CTA behind the other, one thread behind the other: the kernels need nothing of each other's threads.
-_ON_CPU = """
-#define __global__
-#define __device__ static
-#define __align__(n) __attribute__((aligned(n)))
-#define __restrict__
-struct Index { unsigned int x; };
-static Index blockIdx, threadIdx, blockDim, gridDim;
-"""
-_LAUNCHERS = """
-extern "C" void launch_gather(unsigned ctas, unsigned threads, const void* source, void* destination, const unsigned* ids, unsigned blocks, unsigned vectors) {
-  gridDim.x = ctas; blockDim.x = threads;
-  for (blockIdx.x = 0; blockIdx.x < ctas; ++blockIdx.x)
-    for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x) tandem_gather((const Vector*)source, (Vector*)destination, ids, blocks, vectors);
-}
-extern "C" void launch_xxh3(unsigned ctas, unsigned threads, const void* blocks, const unsigned* ids, void* sums, unsigned num_blocks,
-                            unsigned long long words) {
-  gridDim.x = ctas; blockDim.x = threads;
-  for (blockIdx.x = 0; blockIdx.x < ctas; ++blockIdx.x)
-    for (threadIdx.x = 0; threadIdx.x < threads; ++threadIdx.x)
-      tandem_xxh3((const unsigned long long*)blocks, ids, (unsigned long long*)sums, num_blocks, words);
-}
-"""
 _SIZES = (248, 256, 1024, 1032, 1040, 1088, 2048, 2112, 65536)
 
 
 @pytest.fixture(scope="module")
 def kernels(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    source: Path = tmp_path_factory.mktemp("kernels") / "kernels.cpp"
-    source.write_text(_ON_CPU + re.sub(r"#pragma unroll", "", SOURCE) + _LAUNCHERS)
-    subprocess.run(["g++", "-O1", "-shared", "-fPIC", "-o", source.with_suffix(".so"), source], check=True, timeout=100)
-    return ctypes.CDLL(str(source.with_suffix(".so")))
+    return compiled(SOURCE, tmp_path_factory.mktemp("kernels"))
 
 
 def _blocks(num_blocks: int, block_bytes: int) -> npt.NDArray[np.uint8]:

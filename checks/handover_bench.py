@@ -1,0 +1,160 @@
+"""`make bench-handover`: every transport against memcpy, the control path, the overlap with compute, and what running streams feel.
+
+One core for each process of a hand-over: prefill has the first, decode the second one. `--markdown` prints the last run's tables for docs/performance.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Coroutine
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import uvloop
+from rich.console import Console
+
+from checks import handover_bench_control as control
+from checks import handover_bench_overlap as overlap
+from checks import handover_bench_tpot as tpot
+from checks import handover_bench_transports as transports
+from checks.handover_bench_machine import MAX_OTHERS_SHARE, MAX_SPREAD, Machine, Others, cores, pin, spread
+from checks.handover_bench_plot import plot
+from checks.handover_bench_report import TARGET, markdown, tables
+from checks.verdict import Check, quick
+from rpc.process import keep_freed_memory
+
+TRANSPORTS = ("shared_memory", "nixl", "inline")
+_NOT_HERE = {"cuda_ipc": "not here: there is no GPU"}
+_GOALS = {"shared_memory": 0.85, "inline": 0.15, "nixl": 0.25}
+"""Of memcpy, at 64 MiB."""
+_MAX_CONTROL_MS = 1.0
+_MAX_TPOT_RATIO = 1.1
+_LOGS = Path("out")
+_T = TypeVar("_T")
+
+
+class Bench:
+    """One run. Its parts go into `check.details` as they are measured, so that a run that is void still tells what it found."""
+
+    def __init__(self, check: Check, model: Path, socket_dir: Path) -> None:
+        self._check = check
+        self._model = model
+        self._socket_dir = socket_dir
+        self._cores = cores()
+        self._others = Others()
+        self.usable: list[str] = []
+        """Transports that this machine has, the fastest first."""
+        check.details |= {"machine": asdict(Machine.here()), "others_share": self._others.shares, "part_s": self._others.elapsed_s}
+
+    def run(self) -> dict[str, int | float | str]:
+        """All parts; what the last line says."""
+        if len(self._cores) < 2:
+            self._check.void("one core only: a hand-over needs one for each of its two processes")
+        measured = self._transports()
+        self.usable = measured.transports
+        paths = [self._part(f"control path, {name}", control.measure(name, self._cores, self._socket_dir, self._log("control"))) for name in self._shown()]
+        self._check.details["control_path"] = [path.row() for path in paths]
+        overlaps = [self._part(f"overlap, {name}", overlap.measure(self._model, name, self._cores, self._log("overlap"))) for name in self._shown()]
+        self._check.details["overlap"] = [each.row() for each in overlaps]
+        tpots = [
+            self._part(f"running streams, {name}", tpot.measure(self._model, name, self._cores, self._socket_dir, self._log("tpot"))) for name in self._shown()
+        ]
+        self._check.details["tpot"] = [each.row() for each in tpots]
+        self._judge(measured, paths[0], tpots[0])
+        return {
+            **{f"{name}_of_memcpy": round(cell.ratio, 2) for name in self.usable if (cell := measured.cell(name))},
+            "control_ms": round(paths[0].control_ms, 2),
+            "hidden": round(overlaps[0].hidden_share, 2),
+            "tpot_ratio": round(tpots[0].ratio("second_s"), 2),
+            "gap_ratio": round(tpots[0].ratio("during_s"), 2),
+        }
+
+    def _shown(self) -> list[str]:
+        """Transports of the parts that start whole workers: the one that decode would choose, and in a full run the one that always works."""
+        return list(dict.fromkeys([self.usable[0], *([] if quick() else ["inline"])]))
+
+    def _transports(self) -> transports.Measured:
+        pin([self._cores[1]])
+        try:
+            bench = transports.TransportBench(transports.effort(), TRANSPORTS)
+            measured = self._part("transports", bench.run(self._cores[0], self._socket_dir))
+        finally:
+            pin(self._cores)
+        measured.unavailable |= _NOT_HERE
+        self._check.details |= {
+            "transports": [cell.row() for cell in measured.cells],
+            "small": transports.small_rows(measured),
+            "pairing_ms": {name: round(elapsed_s * 1e3, 2) for name, elapsed_s in measured.pairing_s.items()},
+            "unavailable": measured.unavailable,
+            "left_out": measured.left_out,
+            "memcpy_spread": round(spread(measured.memcpy_samples()), 3),
+        }
+        if not measured.cells:
+            self._check.void("no transport could be measured")
+        return measured
+
+    def _part(self, name: str, work: Coroutine[Any, Any, _T]) -> _T:
+        print(f"  {name}", flush=True)
+        self._others.begin()
+        result = uvloop.run(work)
+        self._others.end(name)
+        return result
+
+    def _log(self, part: str) -> Path:
+        _LOGS.mkdir(exist_ok=True)
+        return _LOGS / f"{TARGET}-{part}.log"
+
+    def _judge(self, measured: transports.Measured, path: control.ControlPath, streams: tpot.Tpot) -> None:
+        for name, least in _GOALS.items():
+            cell = measured.cell(name)
+            if cell is not None:
+                self._check.goal(cell.ratio >= least, f"{name} moves {cell.ratio:.2f} of memcpy at {cell.mib} MiB, at least {least} is asked for")
+        self._check.goal(path.control_ms <= _MAX_CONTROL_MS, f"the control path takes {path.control_ms:.2f} ms, at most {_MAX_CONTROL_MS:g} is asked for")
+        ratio = streams.ratio("second_s")
+        self._check.goal(ratio <= _MAX_TPOT_RATIO, f"TPOT in the second of a hand-over is {ratio:.2f} of the control, at most {_MAX_TPOT_RATIO:g} is asked for")
+
+    def distrust(self) -> str:
+        """Why the numbers cannot be trusted; empty when they can."""
+        busy = {name: share for name, share in self._others.shares.items() if share > MAX_OTHERS_SHARE}
+        if busy:
+            return "others took " + ", ".join(f"{share:.0%} of the cores in {name!r}" for name, share in busy.items()) + f", more than {MAX_OTHERS_SHARE:.0%}"
+        apart = self._check.details["memcpy_spread"]
+        assert isinstance(apart, float)
+        return f"copies of 64 MiB by memcpy lie {apart:.0%} apart, more than {MAX_SPREAD:.0%}" if apart > MAX_SPREAD else ""
+
+
+def main() -> None:
+    """Runs the benchmark, or prints the last run."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, help="model directory")
+    parser.add_argument("--markdown", action="store_true", help="print the tables of out/bench-handover.json for docs/performance.md and end")
+    arguments = parser.parse_args()
+    if arguments.markdown:
+        print(markdown(json.loads(Path(f"out/{TARGET}.json").read_text())))
+        return
+    if arguments.model is None:
+        parser.error("--model is needed")
+    check = Check(TARGET)
+    check.begin("every transport against memcpy, the control path, overlap and running streams", seconds=300, quick_seconds=48)
+    keep_freed_memory()  # as a worker does
+    sys.setswitchinterval(0.0005)
+    with tempfile.TemporaryDirectory(prefix="tandem-bench-") as directory:  # its mode is 0700
+        bench = Bench(check, arguments.model, Path(directory))
+        values = bench.run()
+    console = Console()
+    for table in tables(check.details):
+        console.print(table)
+    picture = plot(check.details, Path(f"out/{TARGET}.png"))
+    print(f"  tables: out/{TARGET}.json, plot: {picture}", flush=True)
+    reason = bench.distrust()
+    if reason:
+        check.void(reason)
+    check.end(values)
+
+
+if __name__ == "__main__":
+    main()

@@ -240,7 +240,7 @@ def _unknown_fields() -> Iterator[BadInput]:
 
 def _messages() -> Iterator[BadInput]:
     of_decode = decode_pb2.DecodeServiceGenerateRequest(request_id="r", prompt_token_ids=[1, 2], prefill_instance="p0")
-    of_prefill = prefill_pb2.PrefillRequest(start=prefill_pb2.PrefillStart(request_id="r", prompt_token_ids=[1], transports=["inline"], process_id="x"))
+    of_prefill = prefill_pb2.PrefillRequest(start=prefill_pb2.PrefillStart(request_id="r", prompt_token_ids=[1], pairing_id="x", transport="inline"))
     whole = _request(text="x" * 100).SerializeToString()
     yield BadInput("a cut message", "", lambda _: whole[:50], field="request")
     yield BadInput("bytes at random", "", lambda _: bytes(range(255, 0, -1)), field=None)

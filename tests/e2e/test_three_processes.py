@@ -45,7 +45,7 @@ async def test_a_prompt_is_handed_over_and_goes_on_as_in_one_engine(stack: LiveS
         "tandem-path": "handover",
         "tandem-decode-instance": "decode-0",
         "tandem-prefill-instance": "prefill-0",
-        "tandem-kv-transport": "inline",
+        "tandem-kv-transport": "shared_memory",
         "tandem-kv-bytes": str(-(-num_tokens // 16) * _BLOCK_BYTES),
         "tandem-tokens-sent": "20",
     }

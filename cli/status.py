@@ -83,12 +83,12 @@ def _instances(status: gateway_pb2.GetStatusResponse) -> Table:
 
 
 def _kv_paths(status: gateway_pb2.GetStatusResponse) -> Table:
-    """A row for each pair: how KV gets to a decode instance from a prefill instance, or why it does not."""
+    """A row for each pair: how KV gets to a decode instance from a prefill instance; the reason says why not at all, or not by a transport preferred to it."""
     table = Table(header_style="bold", box=None, pad_edge=False)
     for name in ("KV to", "from", "by"):
         table.add_column(name, no_wrap=True)
     table.add_column("GB/s", justify="right", no_wrap=True)
-    table.add_column("why not by a preferred one", overflow="fold")
+    table.add_column("reason", overflow="fold")
     for instance in sorted(status.instances, key=lambda one: one.name):
         for path in sorted(instance.load.kv_paths, key=lambda one: one.prefill_instance):
             by = Text(path.transport, "green") if path.transport else Text("not paired", "red")

@@ -42,13 +42,15 @@ class Cluster:
     async def paired(self) -> None:
         """Waits until decode reads from both by the transport."""
         async with asyncio.timeout(_PAIRED_S):
-            while await self._num_paths() < 2:  # noqa: ASYNC110
+            while not await self.is_paired():  # noqa: ASYNC110
                 await asyncio.sleep(_POLL_S)
 
-    async def _num_paths(self) -> int:
+    async def is_paired(self) -> bool:
+        """Decode says that it reads from both by the transport."""
         call = decode_pb2_grpc.DecodeServiceStub(self.decode.channel).WatchLoad(decode_pb2.DecodeServiceWatchLoadRequest(), timeout=_ANSWER_S)
         try:
-            return sum(path.transport == self.transport for path in (await call.read()).load.kv_paths)
+            paths = (await call.read()).load.kv_paths
+            return [path.transport for path in paths] == [self.transport, self.transport]
         finally:
             call.cancel()
 
@@ -69,7 +71,7 @@ async def running_cluster(context: ForkServerContext, model: Path, transport: st
     cluster = Cluster(transport, prefill("p0"), prefill("p1"), decode)
     try:
         for worker in cluster.workers:
-            worker.start()
+            await worker.start()
         await asyncio.gather(*(worker.ready() for worker in cluster.workers))
         await cluster.paired()
         yield cluster

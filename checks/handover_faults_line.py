@@ -43,10 +43,10 @@ class Line:
         """What the check may ask for by name."""
         self._deeds[name] = deed
 
-    def take(self, kinds: Collection[Kind]) -> Order | None:
-        """The order, if there is one of these kinds: its taker injects it and says so, or puts it back."""
+    def take(self, kinds: Collection[Kind], first_block: int) -> Order | None:
+        """The order, if there is one of these kinds: its taker injects it and says so, or puts it back. Half of them are not for a prompt's first run."""
         order = self._order
-        if order is None or order.kind not in kinds:
+        if order is None or order.kind not in kinds or (first_block == 0 and order.seed % 2):
             return None
         self._order = None
         return order

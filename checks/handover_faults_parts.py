@@ -17,7 +17,8 @@ from checks.one_engine import Prompt, Setup, run_engine
 from checks.tiny_models import VOCAB_SIZE
 
 _NUM_PROMPTS = 48
-_SHORTEST, _LONGEST, _NUM_OUTPUT = 72, 120, 10
+_SHORTEST, _LONGEST, _NUM_OUTPUT = 84, 120, 10
+# In chunks of 64 tokens, each is handed over in two runs of more than one block.
 
 
 @dataclass(frozen=True, slots=True)

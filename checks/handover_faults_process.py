@@ -49,8 +49,9 @@ class WorkerProcess:
         self._pauses: Connection | None = None
         self._channel: grpc.aio.Channel | None = None
 
-    def start(self) -> None:
-        """Starts the process. It has to be waited for."""
+    async def start(self) -> None:
+        """Starts the process, maybe in place of one that was killed. It has to be waited for."""
+        await self._let_go()
         self._commands, commands = self._context.Pipe()
         self._pauses, pauses = self._context.Pipe()
         self._process = self._context.Process(target=run_worker, args=(self._spec, commands, pauses), name=self.name, daemon=True)
@@ -134,13 +135,12 @@ class WorkerProcess:
         self._pauses.send(None)
 
     async def kill(self) -> None:
-        """SIGKILL, and waits until it is dead."""
+        """SIGKILL, and waits until it is dead; its channel stays for those who wait for an answer."""
         assert self._process is not None
         self._process.kill()
         await asyncio.to_thread(self._process.join, _STOP_S)
         if self._process.exitcode != -signal.SIGKILL:
             raise RuntimeError(f"{self.name} ended with {self._process.exitcode} before it was killed; see {self._spec.log}")
-        await self._let_go()
 
     async def stop(self) -> None:
         """SIGTERM; a process that does not drain in its time is killed and an error."""

@@ -64,12 +64,8 @@ class Rounds:
     async def run(self, kind: Kind, count: int) -> Tally:
         """That many faults of a kind, each with a plain hand-over behind it. Raises NotInjectedError."""
         tally = self.tallies.setdefault(kind, Tally())
-        before = Counter(await self.cluster.decode.failures())
         for _ in range(count):
             await self._one(kind, tally)
-            if kind is Kind.KILLED_DECODE:
-                before.clear()
-        tally.reasons += Counter(await self.cluster.decode.failures()) - before
         return tally
 
     async def _one(self, kind: Kind, tally: Tally) -> None:
@@ -77,7 +73,9 @@ class Rounds:
         if kind is Kind.KILLED_DECODE:
             stream, detected = await self._with_killed_decode(prompt, answer)
         else:
+            before = Counter(await self.cluster.decode.failures())
             stream = await self._with_fault(Order(kind, next(self._seeds)), prompt)
+            tally.reasons += Counter(await self.cluster.decode.failures()) - before
             detected = stream.report.num_failed_attempts == 1
         tally.injected += 1
         tally.detected += detected
@@ -90,8 +88,10 @@ class Rounds:
         tally.wrong += stream.tokens != list(answer)[: len(stream.tokens) if stream.error else None]
 
     async def _plainly(self, tally: Tally) -> None:
-        """The next hand-over, on the same path."""
-        await self.cluster.paired()
+        """The next hand-over, on the same path. A request that finds a worker unpaired makes it try again at once."""
+        while not await self.cluster.is_paired():
+            prompt, answer = next(self._turns)
+            self._judge(await self._generate(prompt), answer, tally)
         prompt, answer = next(self._turns)
         stream = await self._generate(prompt)
         self._judge(stream, answer, tally)
@@ -112,7 +112,7 @@ class Rounds:
         if (await worker.injected()).get(order.kind, 0) != before + 1:
             raise NotInjectedError(f"{order} was not injected by {cluster.transport}")
         if order.kind is Kind.KILLED_PREFILL:
-            cluster.prefill.start()
+            await cluster.prefill.start()
             await cluster.prefill.ready()
         return stream
 
@@ -141,7 +141,7 @@ class Rounds:
         await cluster.decode.kill()
         cut = await streaming
         let_go = await self.nothing_held("prefill")
-        cluster.decode.start()
+        await cluster.decode.start()
         await cluster.decode.ready()
         await cluster.paired()
         if not cut.error or cut.tokens != list(answer)[: len(cut.tokens)]:

@@ -23,7 +23,7 @@ def install(line: Line) -> None:
     def with_faults(send: Any) -> Any:
         async def faulty(source: InlineSource, request: prefill_pb2.ReadKvRequest, write: Write) -> None:
             source._chunk_bytes = CHUNK_BYTES if request.hold_id else chunks.MAX_CHUNK_BYTES
-            order = line.take(IN_STREAM) if request.hold_id else None
+            order = line.take(IN_STREAM, request.first_block) if request.hold_id else None
             if order is None:
                 await send(source, request, write)
                 return

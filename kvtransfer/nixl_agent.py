@@ -32,7 +32,7 @@ MAX_TRANSFER_S = 30.0
 MAX_STOP_S = 2.0
 """Time that a transfer whose caller was cancelled has to end by itself."""
 _START_S = 20.0
-_MAX_PAUSE_S = 0.001
+_MAX_PAUSE_S = 0.0002
 _MIN_PAUSE_S = 20e-6
 _WORKED_S = 15e-6
 """A poll that took longer has moved something."""
@@ -63,7 +63,7 @@ class _Calls:
 class NixlAgent:
     """An agent from its construction until `close`. Callers live on the event loop; all of NIXL's calls are made on the agent's thread.
 
-    While a transfer runs, or a peer may need this side to make progress (`attend`), it polls at least every millisecond; else it waits, and polls every
+    While a transfer runs, or a peer may need this side to make progress (`attend`), it polls five times a millisecond or more often; else it waits, and polls every
     `tick_s`, if that is given.
     """
 

@@ -20,7 +20,7 @@ from tandem.v1 import kv_pb2
 
 _log = logging.getLogger(__name__)
 NUM_SLOTS = 4
-SLOT_BYTES = 4 << 20
+SLOT_BYTES = 8 << 20
 _MADV_POPULATE_WRITE = 23
 
 

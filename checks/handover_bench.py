@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,13 +21,12 @@ from checks import handover_bench_control as control
 from checks import handover_bench_overlap as overlap
 from checks import handover_bench_tpot as tpot
 from checks import handover_bench_transports as transports
-from checks.handover_bench_machine import MAX_OTHERS_SHARE, MAX_SPREAD, Machine, Others, cores, pin, spread
+from checks.handover_bench_machine import MAX_OTHERS_SHARE, MAX_SPREAD, Machine, Others, cores, spread
 from checks.handover_bench_plot import plot
 from checks.handover_bench_report import TARGET, markdown, tables
+from checks.handover_bench_served import running_workers
 from checks.verdict import Check, quick
-from rpc.process import keep_freed_memory
 
-TRANSPORTS = ("shared_memory", "nixl", "inline")
 _NOT_HERE = {"cuda_ipc": "not here: there is no GPU"}
 _GOALS = {"shared_memory": 0.85, "inline": 0.15, "nixl": 0.25}
 """Of memcpy, at 64 MiB."""
@@ -52,18 +51,17 @@ class Bench:
 
     def run(self) -> dict[str, int | float | str]:
         """All parts; what the last line says."""
+        for log in _LOGS.glob(f"{TARGET}-*.log"):
+            log.unlink()
         if len(self._cores) < 2:
             self._check.void("one core only: a hand-over needs one for each of its two processes")
         measured = self._transports()
         self.usable = measured.transports
         paths = [self._part(f"control path, {name}", control.measure(name, self._cores, self._socket_dir, self._log("control"))) for name in self._shown()]
         self._check.details["control_path"] = [path.row() for path in paths]
-        overlaps = [self._part(f"overlap, {name}", overlap.measure(self._model, name, self._cores, self._log("overlap"))) for name in self._shown()]
-        self._check.details["overlap"] = [each.row() for each in overlaps]
-        tpots = [
-            self._part(f"running streams, {name}", tpot.measure(self._model, name, self._cores, self._socket_dir, self._log("tpot"))) for name in self._shown()
-        ]
-        self._check.details["tpot"] = [each.row() for each in tpots]
+        served = [self._part(f"overlap and running streams, {name}", self._serve(name)) for name in self._shown()]
+        overlaps, tpots = [each for each, _ in served], [each for _, each in served]
+        self._check.details |= {"overlap": [each.row() for each in overlaps], "tpot": [each.row() for each in tpots]}
         self._judge(measured, paths[0], tpots[0])
         return {
             **{f"{name}_of_memcpy": round(cell.ratio, 2) for name in self.usable if (cell := measured.cell(name))},
@@ -73,17 +71,19 @@ class Bench:
             "gap_ratio": round(tpots[0].ratio("during_s"), 2),
         }
 
+    async def _serve(self, transport: str) -> tuple[overlap.Overlap, tpot.Tpot]:
+        async with running_workers(self._model, transport, self._cores, self._socket_dir, self._log("served")) as served:
+            return await overlap.measure(served, self._model, self._cores), await tpot.measure(served, self._model)
+
     def _shown(self) -> list[str]:
         """Transports of the parts that start whole workers: the one that decode would choose, and in a full run the one that always works."""
         return list(dict.fromkeys([self.usable[0], *([] if quick() else ["inline"])]))
 
     def _transports(self) -> transports.Measured:
-        pin([self._cores[1]])
-        try:
-            bench = transports.TransportBench(transports.effort(), TRANSPORTS)
-            measured = self._part("transports", bench.run(self._cores[0], self._socket_dir))
-        finally:
-            pin(self._cores)
+        measured = transports.Measured()
+        for plan in transports.plans(short=quick()):
+            work = partial(transports.run_in_child, plan, self._cores[1], self._cores[0], self._socket_dir)
+            measured.add(self._timed(f"transports: {', '.join(plan.ways)}", work))
         measured.unavailable |= _NOT_HERE
         self._check.details |= {
             "transports": [cell.row() for cell in measured.cells],
@@ -98,9 +98,12 @@ class Bench:
         return measured
 
     def _part(self, name: str, work: Coroutine[Any, Any, _T]) -> _T:
+        return self._timed(name, lambda: uvloop.run(work))
+
+    def _timed(self, name: str, work: Callable[[], _T]) -> _T:
         print(f"  {name}", flush=True)
         self._others.begin()
-        result = uvloop.run(work)
+        result = work()
         self._others.end(name)
         return result
 
@@ -140,8 +143,6 @@ def main() -> None:
         parser.error("--model is needed")
     check = Check(TARGET)
     check.begin("every transport against memcpy, the control path, overlap and running streams", seconds=300, quick_seconds=48)
-    keep_freed_memory()  # as a worker does
-    sys.setswitchinterval(0.0005)
     with tempfile.TemporaryDirectory(prefix="tandem-bench-") as directory:  # its mode is 0700
         bench = Bench(check, arguments.model, Path(directory))
         values = bench.run()

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from checks.handover_bench_process import free_port, running_service
+from checks.handover_bench_process import free_port, running_service, transport_flags
 from checks.verdict import quick
 from cli.service_process import ServiceSpec
 from rpc.channels import control_channel
@@ -80,10 +80,10 @@ async def _running(transport: str, cores: Sequence[int], socket_dir: Path, otlp:
         "OTEL_TRACES_SAMPLER": "parentbased_always_on",
     }
     prefill_port, decode_port = free_port(), free_port()
-    sockets = f"--kv-socket-dir={socket_dir}"
+    flags = transport_flags(transport, socket_dir)
     wanted = (
-        ("prefill", "PrefillService", prefill_port, (sockets,)),
-        ("decode", "DecodeService", decode_port, (sockets, f"--prefill=p=127.0.0.1:{prefill_port}", f"--kv-transports={transport}")),
+        ("prefill", "PrefillService", prefill_port, flags),
+        ("decode", "DecodeService", decode_port, (*flags, f"--prefill=p=127.0.0.1:{prefill_port}", f"--kv-transports={transport}")),
     )
     async with AsyncExitStack() as stack:
         for (name, service, port, arguments), core in zip(wanted, cores, strict=False):

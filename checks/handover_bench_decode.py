@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from decode_svc.pairing_attempt import PairingAttempt, PairingParts
 from kvtransfer.budget import ByteBudget
 from kvtransfer.handover import Handover
 from kvtransfer.memories import HostBlocks
+from kvtransfer.nixl_settings import NixlSettings
 from kvtransfer.path import Destination, PathParts
 from kvtransfer.quarantine import Quarantine
 from kvtransfer.readers import ReaderParts, make_readers
@@ -181,6 +182,7 @@ class PairWish:
     transport: str
     checksum: bool = False
     socket_dir: Path | None = None
+    nixl: NixlSettings = field(default_factory=NixlSettings)
 
 
 @asynccontextmanager
@@ -190,7 +192,7 @@ async def open_end(pool: SyntheticPool, prefill: PrefillProcess, wish: PairWish)
     with ThreadPoolExecutor(1, thread_name_prefix="kv-copy") as executor:
         async with control_channel(prefill.address) as control, data_channel(prefill.address) as data:
             path = PathParts(memory, layout, executor, (ByteBudget(_BYTES_PER_PEER), ByteBudget(_BYTES_IN_ALL)), checksum=wish.checksum)
-            parts = ReaderParts(memory, executor, control, data, wish.socket_dir)
+            parts = ReaderParts(memory, executor, control, data, wish.socket_dir, wish.nixl)
             await control.channel_ready()
             started = time.perf_counter()
             pairing = PairingParts("prefill", control, path, lambda names: make_readers(names, parts), (wish.transport,), 0.0)

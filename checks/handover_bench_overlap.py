@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from checks.cluster import running_cluster
 from checks.handover_bench_process import pin_process
+from checks.handover_bench_served import REAL, Served
 from checks.prompts import mixed_prompts
 from checks.verdict import quick
-from cli.stack import StackOptions
-from tandem.v1 import decode_pb2, decode_pb2_grpc, generation_pb2
+from tandem.v1 import decode_pb2
 
 _TIMEOUT_S = 120.0
 _CHUNK_TOKENS = 512
@@ -52,28 +51,16 @@ class Overlap:
         }
 
 
-async def measure(model: Path, transport: str, cores: Sequence[int], log: Path) -> Overlap:
-    """Prompts one behind the other. Raises RuntimeError when one was not handed over by this transport."""
+async def measure(served: Served, model: Path, cores: Sequence[int]) -> Overlap:
+    """Prompts one behind the other, prefill on the first core and decode on the second one. Raises RuntimeError."""
     num_tokens, count = (1024, 1) if quick() else (4096, 2)
-    worker = "--num-threads=1 --num-blocks=600 --max-model-len=8192 --metrics-port=-1"
-    options = StackOptions(model, prefill_args=worker, decode_args=f"{worker} --kv-transports={transport}", gateway_args="--metrics-port=-1")
-    async with running_cluster(options, log) as cluster:
-        for name, core in zip(("prefill-0", "decode-0"), cores, strict=False):
-            pin_process(cluster.stack.pids[name], [core])
-        await _hand_over(cluster.decode, mixed_prompts(model, 1, longest=64, seed=3)[0], "warm-up")
+    for pid, core in zip((served.real_pid, served.decode_pid), cores, strict=False):
+        pin_process(pid, [core])
+    try:
         tokens = mixed_prompts(model, 1, longest=num_tokens, seed=4)[0][1:]
-        reports = [await _hand_over(cluster.decode, [index + 20, *tokens], f"overlap-{index}") for index in range(count)]
-    for report in reports:
-        if report.transport != transport:
-            raise RuntimeError(f"a prompt was handed over by {report.transport or 'no transport'}, not by {transport}")
-    return Overlap(transport, num_tokens, -(-num_tokens // _CHUNK_TOKENS), reports)
-
-
-async def _hand_over(stub: decode_pb2_grpc.DecodeServiceStub, prompt: Sequence[int], request_id: str) -> decode_pb2.HandoverReport:
-    sampling = generation_pb2.SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True, seed=1)
-    request = decode_pb2.DecodeServiceGenerateRequest(request_id=request_id, prompt_token_ids=prompt, sampling_params=sampling, prefill_instance="prefill-0")
-    found = decode_pb2.HandoverReport()
-    async for response in stub.Generate(request, timeout=_TIMEOUT_S):
-        if response.HasField("handover"):
-            found.CopyFrom(response.handover)
-    return found
+        await served.generate("warm-up", [19, *tokens[:64]], REAL, max_tokens=3, timeout_s=_TIMEOUT_S)
+        reports = [await served.generate(f"overlap-{index}", [index + 20, *tokens], REAL, max_tokens=3, timeout_s=_TIMEOUT_S) for index in range(count)]
+    finally:
+        for pid in (served.real_pid, served.decode_pid):
+            pin_process(pid, cores)
+    return Overlap(served.transport, num_tokens, -(-num_tokens // _CHUNK_TOKENS), reports)

@@ -18,7 +18,7 @@ from matplotlib.patches import Patch
 from checks.handover_bench_control import CONFIRM, CONTROL, RESERVE, SEGMENTS
 
 Details = Mapping[str, Any]
-_COLOURS = {"shared_memory": "#0b6e99", "nixl": "#c8553d", "inline": "#7a8b3c", "cuda_ipc": "#6a4c93"}
+_COLOURS = {"shared_memory": "#0b6e99", "nixl": "#c8553d", "nixl_read": "#e0a458", "inline": "#7a8b3c", "cuda_ipc": "#6a4c93"}
 _MEMCPY, _INK, _QUIET = "#9aa0a6", "#202124", "#5f6368"
 _SEGMENT_COLOURS = ("#0b6e99", "#4f9fbf", "#a6cee3", "#d9d9d9", "#c8553d", "#efefef")
 _GOAL_MIB = 64

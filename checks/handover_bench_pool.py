@@ -16,19 +16,25 @@ from engine.block_pool import BlockPool
 from engine.errors import EngineError
 from engine.fingerprint import model_fingerprint
 from engine.kv_cache import HostKvCache, KvLayout
+from kvtransfer.nixl_settings import NixlSettings
 
 LLAMA_8B = KvLayout("synthetic", "bfloat16", num_layers=32, num_kv_heads=8, head_dim=128, block_size=16)
 """The KV of Llama 3.1 8B: 2 MiB to a block of 16 tokens."""
 
 
-def layout_text(layout: KvLayout) -> str:
-    """A layout as an argument of a command."""
-    return json.dumps(asdict(layout))
+def argument_of(settings: KvLayout | NixlSettings) -> str:
+    """Settings as one argument of a command."""
+    return json.dumps(asdict(settings))
 
 
 def layout_of(text: str) -> KvLayout:
-    """The layout that `layout_text` wrote."""
+    """The layout that `argument_of` wrote."""
     return KvLayout(**json.loads(text))
+
+
+def nixl_of(text: str) -> NixlSettings:
+    """The same for NIXL's settings."""
+    return NixlSettings(**json.loads(text))
 
 
 def model_layout(model: Path, dtype: str, block_size: int) -> KvLayout:

@@ -21,10 +21,11 @@ import grpc
 import uvloop
 
 from checks.handover_bench_machine import pin
-from checks.handover_bench_pool import SyntheticPool, layout_of
+from checks.handover_bench_pool import SyntheticPool, layout_of, nixl_of
 from engine.async_engine import AsyncEngine
 from kvtransfer.hold import Hold, Holds
 from kvtransfer.host_pool import HostPool
+from kvtransfer.nixl_settings import NixlSettings
 from kvtransfer.quarantine import Quarantine
 from kvtransfer.sources import SourceParts, open_sources
 from kvtransfer.transport import NAMES
@@ -89,12 +90,12 @@ class SyntheticPrefill(PrefillServicer):
         return ready
 
 
-async def serve(blocks: SyntheticPool, *, confirm: bool, socket_dir: Path | None) -> None:
+async def serve(blocks: SyntheticPool, *, confirm: bool, socket_dir: Path | None, nixl: NixlSettings) -> None:
     """Serves until standard input ends."""
     holds = Holds(blocks, Quarantine())
     host = HostPool(blocks.kv_cache)
     with ThreadPoolExecutor(1) as executor:
-        async with open_sources(SourceParts(host, holds, socket_dir), NAMES) as sources:
+        async with open_sources(SourceParts(host, holds, socket_dir, nixl=nixl), NAMES) as sources:
             pairings = Pairings(PoolFacts.of(host), sources)
             engine = cast(AsyncEngine, None)  # what needs one is not served
             pool = PrefillPool(engine, host.memory, holds, sources, pairings, executor, WorkerMetrics("synthetic", "prefill"))
@@ -118,13 +119,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--num-blocks", type=int, required=True, help="blocks of the pool")
     parser.add_argument("--cores", type=int, nargs="+", required=True, help="the cores to run on")
     parser.add_argument("--socket-dir", type=Path, help="where unix sockets are made")
+    parser.add_argument("--nixl", type=nixl_of, default=NixlSettings(), help="NIXL's settings, as JSON")
     parser.add_argument("--no-confirm", action="store_true", help="hold until decode goes away")
     arguments = parser.parse_args(argv)
     pin(arguments.cores)
     keep_freed_memory()
     sys.setswitchinterval(0.0005)  # as a worker does
     blocks = SyntheticPool(arguments.layout, arguments.num_blocks).fill()
-    uvloop.run(serve(blocks, confirm=not arguments.no_confirm, socket_dir=arguments.socket_dir))
+    uvloop.run(serve(blocks, confirm=not arguments.no_confirm, socket_dir=arguments.socket_dir, nixl=arguments.nixl))
 
 
 if __name__ == "__main__":

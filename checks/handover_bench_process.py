@@ -11,8 +11,24 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from cli.service_process import ServiceProcess, ServiceSpec
+from kvtransfer.nixl_settings import NixlSettings
 
 _READY_S, _STOP_S = 60.0, 20.0
+
+
+NIXL_OVER_TCP = NixlSettings("lo", "tcp", "write")
+"""Between two processes of one host."""
+
+
+def nixl_for(transport: str) -> NixlSettings:
+    """NIXL is left out unless it is what is measured."""
+    return NIXL_OVER_TCP if transport == "nixl" else NixlSettings()
+
+
+def transport_flags(transport: str, socket_dir: Path) -> tuple[str, ...]:
+    """What both workers of a pair are told of transports."""
+    nixl = nixl_for(transport)
+    return f"--kv-socket-dir={socket_dir}", f"--nixl-net-devices={nixl.net_devices}", f"--nixl-tls={nixl.tls}", f"--nixl-direction={nixl.direction}"
 
 
 @asynccontextmanager

@@ -8,12 +8,13 @@ import os
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from checks.handover_bench_pool import layout_text
+from checks.handover_bench_pool import argument_of
 from engine.kv_cache import KvLayout
+from kvtransfer.nixl_settings import NixlSettings
 
 _START_S, _STOP_S = 120.0, 10.0
 
@@ -28,6 +29,7 @@ class PrefillWish:
     socket_dir: Path
     confirm: bool = True
     """False: a hand-over lasts until decode goes away, and each one that was copied is told by `copied`."""
+    nixl: NixlSettings = field(default_factory=NixlSettings)
 
 
 class PrefillProcess:
@@ -58,7 +60,16 @@ async def _line(process: asyncio.subprocess.Process) -> dict[str, Any]:
 @asynccontextmanager
 async def running_prefill(wish: PrefillWish) -> AsyncIterator[PrefillProcess]:
     """Starts the process, waits until it serves, and ends it."""
-    arguments = ["--layout", layout_text(wish.layout), "--num-blocks", str(wish.num_blocks), "--socket-dir", str(wish.socket_dir)]
+    arguments = [
+        "--layout",
+        argument_of(wish.layout),
+        "--num-blocks",
+        str(wish.num_blocks),
+        "--socket-dir",
+        str(wish.socket_dir),
+        "--nixl",
+        argument_of(wish.nixl),
+    ]
     arguments += ["--cores", *map(str, wish.cores), *([] if wish.confirm else ["--no-confirm"])]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", "cli.child", str(os.getpid()), "checks.handover_bench_prefill", *arguments),

@@ -10,26 +10,16 @@ import asyncio
 import statistics
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from checks.handover_bench_machine import MIB, process_cpu_s
-from checks.handover_bench_pool import model_layout
-from checks.handover_bench_process import free_port, pin_process, running_service
-from checks.handover_bench_source import PrefillProcess, PrefillWish, running_prefill
+from checks.handover_bench_served import INSTANT, MAX_MODEL_LEN, NUM_STREAMS, Served, request_of
 from checks.prompts import mixed_prompts
 from checks.verdict import quick
-from cli.service_process import ServiceSpec
-from rpc.channels import control_channel
-from tandem.v1 import decode_pb2, decode_pb2_grpc, generation_pb2
+from tandem.v1 import decode_pb2_grpc
 
-HANDOVER_MIB = 512
-NUM_STREAMS = 4
-_DTYPE = "bfloat16"
-_BLOCK_SIZE = 16
-_MAX_MODEL_LEN = 8192
-_RESERVE_TOKENS = 16
 _WARM_TOKENS = 8
 _TRIAL_S, _TIMEOUT_S, _SETTLE_S = 1.0, 600.0, 0.1
 
@@ -99,8 +89,7 @@ class Stream:
 
     async def run(self, stub: decode_pb2_grpc.DecodeServiceStub, prompt: Sequence[int], request_id: str) -> None:
         """Runs until it is cancelled, or has as many tokens as a sequence may have."""
-        sampling = generation_pb2.SamplingParams(max_tokens=_MAX_MODEL_LEN - len(prompt) - 1, temperature=0.0, ignore_eos=True, seed=1)
-        request = decode_pb2.DecodeServiceGenerateRequest(request_id=request_id, prompt_token_ids=prompt, sampling_params=sampling)
+        request = request_of(request_id, prompt, "", max_tokens=MAX_MODEL_LEN - len(prompt) - 1)
         async for response in stub.Generate(request, timeout=_TIMEOUT_S):
             if response.token_ids:
                 self.times_ns.append(time.monotonic_ns())
@@ -116,11 +105,8 @@ class Stream:
 class Decode:
     """The decode worker with its streams."""
 
-    def __init__(self, stub: decode_pb2_grpc.DecodeServiceStub, pid: int, prefill: PrefillProcess, prompt_tokens: Sequence[int]) -> None:
-        self._stub = stub
-        self._pid = pid
-        self._prefill = prefill
-        self._prompt_tokens = prompt_tokens
+    def __init__(self, served: Served) -> None:
+        self._served = served
         self._streams = [Stream() for _ in range(NUM_STREAMS)]
         self._num_handed_over = 0
         self._handover_s = 0.0
@@ -131,7 +117,7 @@ class Decode:
         prompts = mixed_prompts(model, 1, longest=64 * NUM_STREAMS, seed=6)[0]
         async with asyncio.TaskGroup() as tasks:
             running = [
-                tasks.create_task(stream.run(self._stub, prompts[64 * index : 64 * (index + 1)], f"stream-{index}"))
+                tasks.create_task(stream.run(self._served.decode, prompts[64 * index : 64 * (index + 1)], f"stream-{index}"))
                 for index, stream in enumerate(self._streams)
             ]
             async with asyncio.timeout(_TIMEOUT_S):
@@ -167,55 +153,31 @@ class Decode:
         return statistics.mean(gap for stream in self._streams for gap in stream.gaps_ns(start_ns, end_ns)) / 1e9
 
     def _cpu_s(self) -> tuple[float, float]:
-        return process_cpu_s(self._pid), process_cpu_s(self._prefill.pid)
+        return process_cpu_s(self._served.decode_pid), process_cpu_s(self._served.instant.pid)
 
     async def _hand_over(self) -> tuple[int, int]:
         """All prompts at once; returns when the first was announced and when the last was copied. They are cancelled then."""
         self._num_handed_over += 1
         calls = []
         try:
-            for index, num_tokens in enumerate(self._prompt_tokens):
-                sampling = generation_pb2.SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True, seed=1)
+            for index, num_tokens in enumerate(self._served.prompt_tokens):
                 prompt = [self._num_handed_over + 100, index, *[7] * (num_tokens - 2)]
-                request = decode_pb2.DecodeServiceGenerateRequest(
-                    request_id=f"{self._num_handed_over}-{index}", prompt_token_ids=prompt, sampling_params=sampling, prefill_instance="p"
-                )
-                calls.append(self._stub.Generate(request, timeout=_TIMEOUT_S))
-            copied = [await self._prefill.copied(_TIMEOUT_S) for _ in calls]
+                request = request_of(f"{self._num_handed_over}-{index}", prompt, INSTANT, max_tokens=2)
+                calls.append(self._served.decode.Generate(request, timeout=_TIMEOUT_S))
+            copied = [await self._served.instant.copied(_TIMEOUT_S) for _ in calls]
             return min(one["announced_ns"] for one in copied), max(one["copied_ns"] for one in copied)
         finally:
             for call in calls:
                 call.cancel()
 
 
-async def measure(model: Path, transport: str, cores: Sequence[int], socket_dir: Path, log: Path) -> Tpot:
-    """All trials; both workers may use all of `cores`."""
-    layout = model_layout(model, _DTYPE, _BLOCK_SIZE)
-    num_blocks = -(-HANDOVER_MIB * MIB // layout.block_bytes)
-    prompts = _split(num_blocks)
+async def measure(served: Served, model: Path) -> Tpot:
+    """All trials."""
     pairs = 3 if quick() else 12
-    result = Tpot(transport, round(num_blocks * layout.block_bytes / MIB, 1))
-    async with AsyncExitStack() as stack:
-        prefill = await stack.enter_async_context(running_prefill(PrefillWish(layout, num_blocks + 64, cores, socket_dir, confirm=False)))
-        port = free_port()
-        flags = ("--dtype=" + _DTYPE, "--num-threads=1", f"--max-model-len={_MAX_MODEL_LEN}", f"--reserve-output-tokens={_RESERVE_TOKENS}")
-        pool = (f"--num-blocks={num_blocks + NUM_STREAMS * 128 + 256}", f"--block-size={_BLOCK_SIZE}", "--no-enable-prefix-caching")
-        sockets = (f"--kv-socket-dir={socket_dir}", f"--kv-transports={transport}", f"--prefill=p={prefill.address}")
-        arguments = ("--host=127.0.0.1", f"--port={port}", f"--model={model}", "--metrics-port=-1", *flags, *pool, *sockets)
-        spec = ServiceSpec("decode", "decode_svc", "tandem.v1.DecodeService", port, arguments)
-        service = await stack.enter_async_context(running_service(spec, log))
-        pin_process(service.pid, cores)
-        channel = await stack.enter_async_context(control_channel(spec.address))
-        decode = Decode(decode_pb2_grpc.DecodeServiceStub(channel), service.pid, prefill, [blocks * _BLOCK_SIZE for blocks in prompts])
-        async with decode.streaming(model):
-            for pair in range(pairs):
-                for hand_over in (False, True) if pair % 2 == 0 else (True, False):
-                    (result.with_handover if hand_over else result.control).append(await decode.trial(hand_over=hand_over))
+    result = Tpot(served.transport, round(served.handover_bytes / MIB, 1))
+    decode = Decode(served)
+    async with decode.streaming(model):
+        for pair in range(pairs):
+            for hand_over in (False, True) if pair % 2 == 0 else (True, False):
+                (result.with_handover if hand_over else result.control).append(await decode.trial(hand_over=hand_over))
     return result
-
-
-def _split(num_blocks: int) -> list[int]:
-    """Blocks of each of as few prompts as the model's length allows."""
-    most = (_MAX_MODEL_LEN - _RESERVE_TOKENS) // _BLOCK_SIZE
-    count = -(-num_blocks // most)
-    return [num_blocks * (index + 1) // count - num_blocks * index // count for index in range(count)]

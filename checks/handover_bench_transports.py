@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import statistics
+import sys
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass, field, replace
+from multiprocessing import get_context
 from pathlib import Path
+from typing import cast
+
+import uvloop
 
 from checks.handover_bench_decode import DecodeEnd, Latency, Moved, PairWish, open_end
-from checks.handover_bench_machine import MIB, MemoryCopy
+from checks.handover_bench_machine import MIB, MemoryCopy, pin
 from checks.handover_bench_pool import LLAMA_8B, SyntheticPool
+from checks.handover_bench_process import NIXL_OVER_TCP
 from checks.handover_bench_source import PrefillProcess, PrefillWish, running_prefill
-from checks.verdict import quick
 from decode_svc.pairing_attempt import NotPairedError
 from engine.host_memory import available_memory_bytes
-from engine.kv_cache import KvLayout
+from kvtransfer.nixl_settings import NixlSettings
+from rpc.process import keep_freed_memory
 
 GOAL_MIB = 64
 """Where goals are held against memcpy, one hand-over at a time."""
@@ -40,8 +46,28 @@ class Effort:
     """Hand-overs of one block."""
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one decode process measures. UCX's settings are a process's: nixl in two ways takes two."""
+
+    ways: Mapping[str, str]
+    """Transports by the name that the rows have."""
+    effort: Effort
+    nixl: NixlSettings
+
+
 FULL = Effort(((1, CONCURRENT), (GOAL_MIB, CONCURRENT), (512, CONCURRENT)), num_rounds=9, cell_s=3.0, num_small=200)
-QUICK = Effort(((1, (1, 8)), (GOAL_MIB, CONCURRENT), (512, (1,))), num_rounds=5, cell_s=0.35, num_small=40)
+QUICK = Effort(((1, (1, 8)), (GOAL_MIB, (1, 8)), (512, (1,))), num_rounds=5, cell_s=0.3, num_small=40)
+
+
+FEW = replace(FULL, sizes=((GOAL_MIB, (1,)), (512, (1,))))
+
+
+def plans(*, short: bool) -> list[Plan]:
+    """All of a run. NIXL writes over TCP of the loopback interface, and in a full run reads by what UCX finds between two processes of a host."""
+    ways = {name: name for name in ("shared_memory", "nixl", "inline")}
+    first = Plan(ways, QUICK if short else FULL, NIXL_OVER_TCP)
+    return [first, *([] if short else [Plan({"nixl_read": "nixl"}, FEW, NixlSettings("lo", "", "read"))])]
 
 
 @dataclass
@@ -113,72 +139,80 @@ class Measured:
         """Those that were measured."""
         return list(dict.fromkeys(cell.transport for cell in self.cells))
 
+    def add(self, other: Measured) -> None:
+        """Adds what another process measured."""
+        self.cells += other.cells
+        self.left_out += other.left_out
+        for own, others in ((self.small, other.small), (self.pairing_s, other.pairing_s), (self.unavailable, other.unavailable)):
+            cast(dict[str, object], own).update(cast(dict[str, object], others))
+
     def memcpy_samples(self) -> list[float]:
         """All copies of 64 MiB and as many bytes at a time."""
         return [rate for cell in self.cells if cell.mib == GOAL_MIB and cell.concurrent == 1 for rate in cell.memcpy_gb_per_s]
 
 
-@dataclass(frozen=True, slots=True)
-class Ends:
-    """Two pools of one layout in two processes."""
+def run(plan: Plan, own_core: int, prefill_core: int, socket_dir: Path) -> Measured:
+    """Measures in this process, which should be a new one: it is pinned, and set up as a worker is."""
+    pin([own_core])
+    memory = MemoryCopy(512 * MIB)
+    keep_freed_memory()
+    sys.setswitchinterval(0.0005)
+    return uvloop.run(TransportBench(plan, memory, socket_dir).run(prefill_core))
 
-    prefill: PrefillProcess
-    pool: SyntheticPool
-    socket_dir: Path
 
-
-@asynccontextmanager
-async def open_ends(layout: KvLayout, num_blocks: int, prefill_core: int, socket_dir: Path) -> AsyncIterator[Ends]:
-    """Starts the prefill process and makes this process's pool."""
-    async with running_prefill(PrefillWish(layout, num_blocks, (prefill_core,), socket_dir)) as prefill:
-        pool = SyntheticPool(layout, num_blocks)
-        try:
-            yield Ends(prefill, pool, socket_dir)
-        finally:
-            pool.close()
+def run_in_child(plan: Plan, own_core: int, prefill_core: int, socket_dir: Path) -> Measured:
+    """The same in a process of its own."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as child:
+        return child.submit(run, plan, own_core, prefill_core, socket_dir).result()
 
 
 class TransportBench:
-    """Measures transports one behind the other. Whoever runs it has pinned this process to a core of its own."""
+    """Measures transports one behind the other."""
 
-    def __init__(self, effort: Effort, transports: Sequence[str]) -> None:
-        self._effort = effort
-        self._transports = transports
-        self._memory = MemoryCopy(512 * MIB)
+    def __init__(self, plan: Plan, memory: MemoryCopy, socket_dir: Path) -> None:
+        self._plan = plan
+        self._effort = plan.effort
+        self._socket_dir = socket_dir
+        self._memory = memory
         self.measured = Measured()
 
-    async def run(self, prefill_core: int, socket_dir: Path) -> Measured:
+    async def run(self, prefill_core: int) -> Measured:
         """All sizes, smallest blocks first."""
         for layout in (HALF_BLOCKS, LLAMA_8B):
             sizes = [(mib, counts) for mib, counts in self._effort.sizes if (mib * MIB < LLAMA_8B.block_bytes) == (layout is HALF_BLOCKS)]
+            if not sizes:
+                continue
             most_mib = max(mib * count for mib, counts in sizes for count in counts)
             num_blocks = min(max(most_mib, 256) * MIB, available_memory_bytes() // 3) // layout.block_bytes
-            async with open_ends(layout, num_blocks, prefill_core, socket_dir) as ends:
-                for transport in self._transports:
-                    await self._measure(ends, transport, sizes)
+            wish = PrefillWish(layout, num_blocks, (prefill_core,), self._socket_dir, nixl=self._plan.nixl)
+            async with running_prefill(wish) as prefill:
+                with closing(SyntheticPool(layout, num_blocks)) as pool:
+                    for name in self._plan.ways:
+                        await self._measure(prefill, pool, name, sizes)
         return self.measured
 
-    async def _measure(self, ends: Ends, transport: str, sizes: Sequence[tuple[int, Sequence[int]]]) -> None:
+    async def _measure(self, prefill: PrefillProcess, pool: SyntheticPool, name: str, sizes: Sequence[tuple[int, Sequence[int]]]) -> None:
         try:
-            async with open_end(ends.pool, ends.prefill, PairWish(transport, socket_dir=ends.socket_dir)) as (end, pairing_s):
-                await end.verify(min(32, ends.pool.kv_cache.num_blocks))
-                self.measured.pairing_s[transport] = pairing_s
+            async with open_end(pool, prefill, self._wish(name)) as (end, pairing_s):
+                await end.verify(min(32, pool.kv_cache.num_blocks))
+                self.measured.pairing_s[name] = pairing_s
                 for mib, counts in sizes:
                     for count in counts:
-                        await self._cell(ends, end, Cell(transport, mib, count, checksum=False))
-                if ends.pool.kv_cache.layout == LLAMA_8B:
-                    self.measured.small[transport] = [await end.move_one() for _ in range(self._effort.num_small)]
-                    await self._with_checksum(ends, transport)
+                        await self._cell(pool, end, Cell(name, mib, count, checksum=False))
+                if pool.kv_cache.layout == LLAMA_8B:
+                    self.measured.small[name] = [await end.move_one() for _ in range(self._effort.num_small)]
+            if pool.kv_cache.layout == LLAMA_8B:
+                async with open_end(pool, prefill, self._wish(name, checksum=True)) as (end, _):
+                    await end.verify(32)
+                    await self._cell(pool, end, Cell(name, GOAL_MIB, 1, checksum=True))
         except NotPairedError as error:
-            self.measured.unavailable[transport] = str(error)
+            self.measured.unavailable[name] = str(error)
 
-    async def _with_checksum(self, ends: Ends, transport: str) -> None:
-        async with open_end(ends.pool, ends.prefill, PairWish(transport, True, ends.socket_dir)) as (end, _):
-            await end.verify(32)
-            await self._cell(ends, end, Cell(transport, GOAL_MIB, 1, checksum=True))
+    def _wish(self, name: str, *, checksum: bool = False) -> PairWish:
+        return PairWish(self._plan.ways[name], checksum, self._socket_dir, self._plan.nixl)
 
-    async def _cell(self, ends: Ends, end: DecodeEnd, cell: Cell) -> None:
-        cache = ends.pool.kv_cache
+    async def _cell(self, pool: SyntheticPool, end: DecodeEnd, cell: Cell) -> None:
+        cache = pool.kv_cache
         num_blocks = cell.mib * MIB // cache.layout.block_bytes
         if num_blocks * cell.concurrent > cache.num_blocks:
             self.measured.left_out.append(f"{cell.concurrent} x {cell.mib} MiB by {cell.transport}: no memory for two pools of that size")
@@ -205,11 +239,3 @@ def small_rows(measured: Measured) -> list[dict[str, object]]:
             row |= {f"{name}_p50_ms": round(percentile_ms(samples, 0.5), 3), f"{name}_p99_ms": round(percentile_ms(samples, 0.99), 3)}
         rows.append(row)
     return rows
-
-
-def effort() -> Effort:
-    """How much this run measures."""
-    return QUICK if quick() else FULL
-
-
-logging.getLogger("kvtransfer").setLevel(logging.WARNING)

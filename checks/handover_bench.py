@@ -1,12 +1,14 @@
 """`make bench-handover`: every transport against memcpy, the control path, the overlap with compute, and what running streams feel.
 
-One core for each process of a hand-over: prefill has the first, decode the second one. `--markdown` prints the last run's tables for docs/performance.md.
+One core for each process of a hand-over: prefill has the first, decode the second one. `--markdown` prints the last run's tables, `--update` puts them
+into a document.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 import tempfile
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict
@@ -23,7 +25,7 @@ from checks import handover_bench_tpot as tpot
 from checks import handover_bench_transports as transports
 from checks.handover_bench_machine import MAX_OTHERS_SHARE, MAX_SPREAD, Machine, Others, cores, spread
 from checks.handover_bench_plot import plot
-from checks.handover_bench_report import TARGET, markdown, tables
+from checks.handover_bench_report import TARGET, markdown, tables, updated
 from checks.handover_bench_served import running_workers
 from checks.verdict import Check, quick
 
@@ -134,10 +136,11 @@ def main() -> None:
     """Runs the benchmark, or prints the last run."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, help="model directory")
-    parser.add_argument("--markdown", action="store_true", help="print the tables of out/bench-handover.json for docs/performance.md and end")
+    parser.add_argument("--markdown", action="store_true", help=f"print the tables of out/{TARGET}.json as markdown and end")
+    parser.add_argument("--update", type=Path, help=f"put them into a document, between its {TARGET} marks, and end")
     arguments = parser.parse_args()
-    if arguments.markdown:
-        print(markdown(json.loads(Path(f"out/{TARGET}.json").read_text())))
+    if arguments.markdown or arguments.update:
+        _write_down(json.loads(Path(f"out/{TARGET}.json").read_text()), arguments.update)
         return
     if arguments.model is None:
         parser.error("--model is needed")
@@ -155,6 +158,16 @@ def main() -> None:
     if reason:
         check.void(reason)
     check.end(values)
+
+
+def _write_down(report: dict[str, Any], document: Path | None) -> None:
+    if document is None:
+        print(markdown(report))
+    elif report["verdict"] == "VOID":
+        sys.exit("the last run is void: its numbers are not written down")
+    else:
+        document.write_text(updated(document.read_text(), markdown(report)))
+        print(f"{document} has the numbers of the last run")
 
 
 if __name__ == "__main__":

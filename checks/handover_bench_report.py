@@ -67,6 +67,15 @@ def markdown(report: Details) -> str:
     return "\n\n".join([head, *(["\n".join(missed)] if missed else []), *(sheet.markdown() for sheet in sheets(report)), "\n".join(absent)])
 
 
+def updated(document: str, text: str) -> str:
+    """The document with `text` in place of what stands between its two marks. Raises ValueError when it has no such marks."""
+    before, begin, rest = document.partition(f"<!-- {TARGET} -->")
+    _, end, after = rest.partition(f"<!-- /{TARGET} -->")
+    if not begin or not end:
+        raise ValueError(f"the document has no marks of {TARGET}")
+    return f"{before}{begin}\n\n{text.strip()}\n\n{end}{after}"
+
+
 def _cells(details: Details, *, checksum: bool) -> list[Mapping[str, Any]]:
     return [cell for cell in details.get("transports", []) if cell["checksum"] is checksum]
 

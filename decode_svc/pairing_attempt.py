@@ -28,7 +28,6 @@ from tandem.v1 import prefill_pb2, prefill_pb2_grpc
 _METHOD = "tandem.v1.PrefillService/Pair"
 _CONNECT_S = 1.0
 _ANSWER_S = 15.0  # prefill gives each of its transports 10 s to be offered
-_MAX_PROBE_BYTES = 16 << 20
 _MAX_BLOCK_SIZE = 1 << 16
 _T = TypeVar("_T")
 
@@ -148,8 +147,8 @@ class PairingAttempt:
             raise NotPairedError(f"KV layouts differ in {texts}", pairs=False)
         if not offer.pairing_id or len(offer.nonce) != NONCE_BYTES or not offer.num_blocks:
             raise NotPairedError("prefill's offer names no pairing, no nonce or no blocks")
-        if not 0 < offer.probe_bytes <= _MAX_PROBE_BYTES or layout.block_size > _MAX_BLOCK_SIZE:
-            raise NotPairedError(f"prefill's offer is of {offer.probe_bytes} bytes to try and blocks of {layout.block_size} tokens")
+        if layout.block_size > _MAX_BLOCK_SIZE:
+            raise NotPairedError(f"prefill's blocks are of {layout.block_size} tokens, more than {_MAX_BLOCK_SIZE}")
 
     async def _choose(self, offer: prefill_pb2.PairResponse, ended: asyncio.Future[Any]) -> Chosen:
         choosing = asyncio.ensure_future(choose(offer, self.readers.usable, min_bytes_per_s=self.parts.min_bytes_per_s))

@@ -33,6 +33,7 @@ MAX_STOP_S = 2.0
 """Time that a transfer whose caller was cancelled has to end by itself."""
 _START_S = 20.0
 _MAX_PAUSE_S = 0.0002
+_GREETING_PAUSE_S = 0.001
 _MIN_PAUSE_S = 20e-6
 _WORKED_S = 15e-6
 """A poll that took longer has moved something."""
@@ -63,8 +64,8 @@ class _Calls:
 class NixlAgent:
     """An agent from its construction until `close`. Callers live on the event loop; all of NIXL's calls are made on the agent's thread.
 
-    While a transfer runs, or a peer may need this side to make progress (`attend`), it polls five times a millisecond or more often; else it waits, and polls every
-    `tick_s`, if that is given.
+    While a transfer runs, or a peer may need this side to make progress (`attending`), it polls every millisecond or more often; else it waits, and polls
+    every `tick_s`, if that is given.
     """
 
     def __init__(self, nixl: Any, regions: Sequence[Region], *, tick_s: float | None = None, max_transfer_s: float = MAX_TRANSFER_S) -> None:
@@ -246,7 +247,8 @@ class NixlAgent:
             self._check(transfer)
         self._agent.get_new_notifs()  # progress for the peer; nobody sends any
         worked = time.perf_counter() - started > _WORKED_S
-        self._pause_s = 0.0 if worked else min(max(2 * self._pause_s, _MIN_PAUSE_S), _MAX_PAUSE_S)
+        longest = _MAX_PAUSE_S if self._active or self._num_attending else _GREETING_PAUSE_S
+        self._pause_s = 0.0 if worked else min(max(2 * self._pause_s, _MIN_PAUSE_S), longest)
 
     def _register(self, region: Region) -> None:
         self._registered[region.address] = (self._agent.register_memory([(region.address, region.num_bytes, 0, "")], "DRAM"), region)

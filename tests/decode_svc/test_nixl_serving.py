@@ -94,8 +94,7 @@ async def test_prefills_agent_that_is_lost_costs_the_same(cluster: Cluster) -> N
     end.agent.close("for a test")
     answer = await cluster.generate(cluster.request(PROMPT))
     assert answer.token_ids == alone(PROMPT)
-    await until(
-        lambda: cluster.decode.load.report().kv_paths[0].transport == "nixl" and _source(cluster)._ends and end not in _source(cluster)._ends.values(), 15
-    )
+    await until(lambda: [one is end for one in _source(cluster)._ends.values()] == [False], 15)
+    await until(lambda: cluster.decode.load.report().kv_paths[0].transport == "nixl", 15)
     await _expect_nixl(cluster, PROMPT[5:])
     await cluster.assert_nothing_held()

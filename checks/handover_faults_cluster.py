@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
+from checks.handover_faults_lanes import Lane
 from checks.handover_faults_process import WorkerProcess
 from checks.handover_faults_worker import WorkerSpec
 from tandem.v1 import decode_pb2, decode_pb2_grpc
 
 BLOCK_SIZE = 8
+_GIVEN: set[int] = set()
 _PAIRED_S, _ANSWER_S, _POLL_S = 60.0, 30.0, 0.005
 _WORKER = (
     *("--dtype=float32", "--num-threads=1", f"--block-size={BLOCK_SIZE}", "--max-model-len=256", "--metrics-port=-1", "--no-reflection"),
@@ -56,10 +59,10 @@ class Cluster:
 
 
 @asynccontextmanager
-async def running_cluster(context: ForkServerContext, model: Path, transport: str, *options: str, log: Path, verifies: bool = True) -> AsyncIterator[Cluster]:
+async def running_cluster(context: ForkServerContext, model: Path, lane: Lane, *options: str, log: Path, verifies: bool = True) -> AsyncIterator[Cluster]:
     """Starts the three and drains them in the end; `options` are decode's."""
     ports = _free_ports(3)
-    both = (f"--model={model}", f"--kv-transports={transport}", f"--kv-socket-dir={model.parent / 'sockets'}")
+    both = (f"--model={model}", *lane.options, f"--kv-transports={lane.transport}", f"--kv-socket-dir={model.parent / 'sockets'}")
     names = {"p0": ports[0], "p1": ports[1]}
     targets = ",".join(f"{name}=127.0.0.1:{port}" for name, port in names.items())
     decode_arguments = (*DECODE_ARGUMENTS, *both, f"--prefill={targets}", f"--port={ports[2]}", *options)
@@ -68,7 +71,7 @@ async def running_cluster(context: ForkServerContext, model: Path, transport: st
         return WorkerProcess(context, name, WorkerSpec("prefill", (*PREFILL_ARGUMENTS, *both, f"--port={names[name]}"), log, verifies), names[name])
 
     decode = WorkerProcess(context, "d", WorkerSpec("decode", decode_arguments, log, verifies), ports[2])
-    cluster = Cluster(transport, prefill("p0"), prefill("p1"), decode)
+    cluster = Cluster(lane.transport, prefill("p0"), prefill("p1"), decode)
     try:
         for worker in cluster.workers:
             await worker.start()
@@ -83,9 +86,12 @@ async def running_cluster(context: ForkServerContext, model: Path, transport: st
 
 
 def _free_ports(count: int) -> list[int]:
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    try:
-        return [listener.getsockname()[1] for listener in listeners]
-    finally:
-        for listener in listeners:
-            listener.close()
+    """Below those that the kernel gives to clients: a worker that was killed finds its own free again. None is given twice."""
+    ports: list[int] = []
+    while len(ports) < count:
+        port = random.randrange(20_000, 32_000)
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            if port not in _GIVEN:
+                _GIVEN.add(port)
+                ports.append(port)
+    return ports

@@ -113,6 +113,6 @@ def _failures() -> dict[str, float]:
     return {sample.labels["reason"]: sample.value for sample in samples if sample.value}
 
 
-def put_around(owner: type[Any], name: str, make: Callable[[Any], Any]) -> None:
-    """Replaces a method of this process's class by what `make` gives for the original."""
+def put_around(owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+    """Replaces a class's method, or a module's function, in this process by what `make` gives for the original."""
     setattr(owner, name, make(getattr(owner, name)))

@@ -8,9 +8,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from zlib import crc32
 
 from checks.handover_faults_cluster import BLOCK_SIZE, running_cluster
-from checks.handover_faults_kinds import IN_STREAM, IN_TRANSIT, KILLS, STALE, Kind
+from checks.handover_faults_kinds import IN_STREAM, KILLS, STALE, Kind
+from checks.handover_faults_lanes import Lane
 from checks.handover_faults_process import SERVING
 from checks.handover_faults_rounds import Rounds, Tally
 from checks.one_engine import Prompt, Setup, run_engine
@@ -25,7 +27,7 @@ _SHORTEST, _LONGEST, _NUM_OUTPUT = 84, 120, 10
 class Part:
     """One cluster and what it goes through."""
 
-    transport: str
+    lane: Lane
     counts: Mapping[Kind, int]
     checksum: bool = False
     verifies: bool = True
@@ -33,7 +35,7 @@ class Part:
     @property
     def name(self) -> str:
         """For the table."""
-        return f"{self.transport}{' --kv-checksum' if self.checksum else ''}{'' if self.verifies else ', nothing verified'}"
+        return f"{self.lane.name}{' --kv-checksum' if self.checksum else ''}{'' if self.verifies else ', nothing verified'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +50,40 @@ class Outcome:
     """Workers that were not in good health at the end."""
 
 
-def kinds_of(transport: str) -> tuple[Kind, ...]:
-    """What can go wrong there."""
-    return tuple(kind for kind in Kind if not (kind in IN_STREAM and transport != "inline") and not (kind in STALE and transport != "shared_memory"))
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """How many faults of a kind are injected on one lane."""
+
+    everywhere: int
+    on_few: int
+    """Of kinds that not every lane has."""
+    kills: int
+    """Of either side."""
+    unverified: int
+    """In the control."""
+
+    def of(self, kind: Kind) -> int:
+        """In a cluster that verifies."""
+        return self.kills if kind in KILLS else self.on_few if kind in IN_STREAM | STALE else self.everywhere
+
+    def unverified_of(self, kind: Kind) -> int:
+        """In one that believes everything. Of a decode worker that is killed nothing is left that could."""
+        if kind in KILLS:
+            return 0 if kind is Kind.KILLED_DECODE else min(self.kills, self.unverified // 2)
+        return self.unverified * (2 if kind is Kind.FLIPPED_BYTE else 1)  # most bytes of a number hardly matter
 
 
-def parts_of(transport: str, *, count: int, num_kills: int, num_controls: int) -> tuple[Part, ...]:
-    """Two clusters that verify, one without digests and one with them, and one that believes everything."""
-    kinds = kinds_of(transport)
-    plain = {kind: num_kills if kind in KILLS else count for kind in kinds if kind not in IN_TRANSIT}
-    parts = (
-        Part(transport, {kind: number for kind, number in plain.items() if number}),
-        Part(transport, {kind: count for kind in kinds if kind in IN_TRANSIT}, checksum=True),
-        Part(transport, {kind: num_controls for kind in kinds if kind not in KILLS}, verifies=False),
-    )
-    return tuple(part for part in parts if any(part.counts.values()))
+def parts_of(lane: Lane, counts: Counts) -> tuple[Part, ...]:
+    """Two clusters that verify, one without digests and one with them, and one that believes everything; none that has nothing to do."""
+    with_digests = {kind: counts.of(kind) for kind in lane.kinds_for_digests}
+    without = {kind: counts.of(kind) for kind in lane.kinds if kind not in with_digests}
+    unverified = {kind: counts.unverified_of(kind) for kind in lane.kinds}
+    parts = (Part(lane, _some(without)), Part(lane, _some(with_digests), checksum=True), Part(lane, _some(unverified), verifies=False))
+    return tuple(part for part in parts if part.counts)
+
+
+def _some(counts: Mapping[Kind, int]) -> dict[Kind, int]:
+    return {kind: count for kind, count in counts.items() if count}
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,5 +121,5 @@ async def run_part(context: ForkServerContext, model: Path, part: Part, question
 @asynccontextmanager
 async def _running_rounds(context: ForkServerContext, model: Path, part: Part, questions: Questions, log: Path) -> AsyncIterator[Rounds]:
     options = ("--kv-checksum",) if part.checksum else ()
-    async with running_cluster(context, model, part.transport, *options, log=log, verifies=part.verifies) as cluster:
-        yield Rounds(cluster, questions.prompts, questions.answers, seed=1)
+    async with running_cluster(context, model, part.lane, *options, log=log, verifies=part.verifies) as cluster:
+        yield Rounds(cluster, questions.prompts, questions.answers, seed=crc32(part.name.encode()))

@@ -77,7 +77,7 @@ class FaultyPool:
         engine, hold = self._the_engine(), self._hold()
         pool_ids = hold.pool_ids[first_block : first_block + num_blocks]
         async with asyncio.timeout(_HELD_S):
-            while not (await engine.report()).sequences_by_state.get(SequenceState.HELD.value):  # noqa: ASYNC110
+            while hold.num_announced_blocks < hold.num_blocks or not (await engine.report()).sequences_by_state.get(SequenceState.HELD.value):  # noqa: ASYNC110
                 await asyncio.sleep(_POLL_S)
         before = engine.kv_cache.blocks[list(pool_ids)]
         engine.release(self._seq_id)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -11,9 +12,11 @@ import numpy as np
 from checks.handover_faults_kinds import IN_TRANSIT, PAUSING, Kind, Order, Pause
 from checks.handover_faults_line import Line, put_around
 from kvtransfer.block_copy import CopyBlocks, CopyStop
-from kvtransfer.errors import TransferError
+from kvtransfer.errors import HandoverError, TransferError
+from kvtransfer.handover import Handover
 from kvtransfer.inline import InlineReader
 from kvtransfer.memories import Blocks, host_array
+from kvtransfer.nixl_reader import NixlReader
 from kvtransfer.path import segments
 from kvtransfer.shared_memory import SharedMemoryReader
 from kvtransfer.transport import Rows
@@ -21,7 +24,8 @@ from tandem.v1 import kv_pb2
 
 Read = Callable[[kv_pb2.KvReady, Rows], Awaitable[None]]
 _KINDS = frozenset({Kind.ERROR_ON_BLOCK, *IN_TRANSIT, *PAUSING}) - {Kind.STALE_DURING_COPY}
-_READERS: tuple[type[Any], ...] = (InlineReader, SharedMemoryReader)
+_READERS: tuple[type[Any], ...] = (InlineReader, SharedMemoryReader, NixlReader)
+_COMPUTED_S = 10.0
 _EXPONENT = 0x40
 """Of a float32's top byte: with it flipped a number is of another order of magnitude."""
 
@@ -31,14 +35,23 @@ class FaultyReads:
 
     def __init__(self, line: Line) -> None:
         self._line = line
-        self._first_block = 0
+        self.first_block = 0
         """Of the run that is being read."""
+        self._computed = asyncio.Event()
 
     def install(self) -> None:
         """From now on, every reader of every transport in this process."""
         for reader in _READERS:
             put_around(reader, "read", self._with_faults)
         put_around(SharedMemoryReader, "__init__", self._with_faulty_copy)
+        put_around(Handover, "computed", self._with_word)
+
+    def _with_word(self, computed: Any) -> Any:
+        def told(handover: Handover) -> None:
+            computed(handover)
+            self._computed.set()
+
+        return told
 
     def _with_faulty_copy(self, make: Any) -> Any:
         def made(reader: SharedMemoryReader, *arguments: Any, **options: Any) -> None:
@@ -51,14 +64,14 @@ class FaultyReads:
         """The copy itself, which can wait in the middle: behind the look at the generations that is in front of it."""
 
         def copying(source: Blocks, source_ids: Any, destination: Blocks, destination_ids: Any, stop: CopyStop) -> bool:
-            order = self._line.take({Kind.STALE_DURING_COPY}, self._first_block) if len(source_ids) > 1 else None
+            order = self._line.take({Kind.STALE_DURING_COPY}, self.first_block) if len(source_ids) > 1 else None
             if order is None:
                 return copy(source, source_ids, destination, destination_ids, stop)
             num_before = random.Random(order.seed).randrange(len(source_ids))
             self._line.injected(order)
             return (
                 copy(source, source_ids[:num_before], destination, destination_ids[:num_before], stop)
-                and self._line.wait(Pause(self._first_block + num_before, len(source_ids) - num_before))
+                and self._line.wait(Pause(self.first_block + num_before, len(source_ids) - num_before))
                 and copy(source, source_ids[num_before:], destination, destination_ids[num_before:], stop)
             )
 
@@ -66,8 +79,12 @@ class FaultyReads:
 
     def _with_faults(self, read: Any) -> Any:
         async def faulty(reader: Any, ready: kv_pb2.KvReady, to: Rows) -> None:
-            order = self._line.take(_KINDS, ready.first_block) if ready.num_blocks > 1 else None
-            self._first_block = ready.first_block
+            self.first_block = ready.first_block
+            if ready.first_block == 0:
+                self._computed.clear()
+            # What prefill writes is damaged in the slot, in front of decode's look at it.
+            kinds = _KINDS - IN_TRANSIT if getattr(reader, "direction", "") == "write" else _KINDS
+            order = self._line.take(kinds, ready.first_block) if ready.num_blocks > 1 else None
 
             async def plainly(ready: kv_pb2.KvReady, to: Rows) -> None:
                 await read(reader, ready, to)
@@ -88,9 +105,16 @@ class FaultyReads:
     async def _pause_within(self, order: Order, place: random.Random, read: Read, ready: kv_pb2.KvReady, to: Rows) -> None:
         num_before = place.randrange(ready.num_blocks)
         await _read_blocks(read, ready, to, 0, num_before)
+        if order.kind is Kind.KILLED_PREFILL and not self._line.verifies:
+            # Whoever believes everything believes a peer that is dead, too; before PrefillDone there is nothing to believe.
+            await asyncio.wait_for(self._computed.wait(), _COMPUTED_S)
         self._line.injected(order)
         await self._line.pause(Pause(ready.first_block + num_before, ready.num_blocks - num_before))
-        await _read_blocks(read, ready, to, num_before, ready.num_blocks)
+        try:
+            await _read_blocks(read, ready, to, num_before, ready.num_blocks)
+        except HandoverError:
+            if self._line.verifies:
+                raise
 
     async def _stop_within(self, order: Order, place: random.Random, read: Read, ready: kv_pb2.KvReady, to: Rows) -> None:
         num_before = place.randrange(ready.num_blocks)
@@ -104,29 +128,30 @@ class FaultyReads:
         before = blocks[list(to.ids)]
         await read(ready, to)
         arrived = blocks[list(to.ids)]
-        damaged = _damaged(order.kind, place, before, arrived)
+        found = damaged(order.kind, place, before, arrived)
         for row, block in enumerate(to.ids):
-            blocks[block] = damaged[row]
+            blocks[block] = found[row]
         self._line.injected(order)
 
 
-def _damaged(kind: Kind, place: random.Random, before: Any, arrived: Any) -> Any:
+def damaged(kind: Kind, place: random.Random, before: Any, arrived: Any) -> Any:
     """What is to be in the destination instead of `arrived`; both are [blocks, bytes]. At least one byte differs."""
-    damaged = arrived.copy()
-    while np.array_equal(damaged, arrived):
+    found = arrived.copy()
+    while np.array_equal(found, arrived):
         row, other = place.sample(range(len(arrived)), 2)
         if kind is Kind.SWAPPED_BLOCKS:
-            # Attention does not mind the order of full blocks, whose keys carry their positions; it minds the place of a prompt's last one, which seldom is full.
+            # Attention does not mind the order of full blocks, whose keys carry their positions; it minds the place of a prompt's last one, seldom full.
             row = len(arrived) - 1 if other != len(arrived) - 1 else row
-            damaged[[row, other]] = arrived[[other, row]]
+            found[[row, other]] = arrived[[other, row]]
         elif kind is Kind.FLIPPED_BYTE:
             # Every second one where it hurts most, the others anywhere.
             byte = place.randrange(arrived.shape[1])
-            damaged[row, byte | 3 if place.random() < 0.5 else byte] ^= _EXPONENT if place.random() < 0.5 else place.randrange(1, 256)
+            top = place.random() < 0.5
+            found[row, byte | 3 if top else byte] ^= _EXPONENT if top else place.randrange(1, 256)
         else:
             begin = place.randrange(arrived.shape[1] // 2)
-            damaged[row, begin:] = before[row, begin:]
-    return damaged
+            found[row, begin:] = before[row, begin:]
+    return found
 
 
 async def _read_blocks(read: Read, ready: kv_pb2.KvReady, to: Rows, first: int, end: int) -> None:

@@ -30,18 +30,20 @@ def run_worker(spec: WorkerSpec, commands: Connection, pauses: Connection) -> No
     log = os.open(spec.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(log, sys.stdout.fileno())
     os.dup2(log, sys.stderr.fileno())
-    from checks import handover_faults_stream
+    from checks import handover_faults_nixl, handover_faults_stream
     from checks.handover_faults_line import Line
     from checks.handover_faults_pool import FaultyPool
     from checks.handover_faults_reader import FaultyReads
     from checks.handover_faults_unverified import believe_everything
 
     line = Line(commands, pauses, verifies=spec.verifies)
-    FaultyPool(line).install()
-    FaultyReads(line).install()
-    handover_faults_stream.install(line)
     if not spec.verifies:
         believe_everything()
+    FaultyPool(line).install()
+    reads = FaultyReads(line)
+    reads.install()
+    handover_faults_nixl.install(line, reads)
+    handover_faults_stream.install(line)
     line.listen()
     raise SystemExit(_main(spec))
 

@@ -113,7 +113,7 @@ def _draw_control(axes: Axes, details: Details) -> None:
         widths = [path[f"{segment}_ms"] for path in paths]
         axes.barh(names, widths, left=lefts, color=colours[segment], label=segment, height=0.5)
         for place, (left, width) in enumerate(zip(lefts, widths, strict=True)):
-            if width > 0.08:
+            if width > 0.07 * max(path["control_ms"] for path in paths):
                 axes.text(
                     left + width / 2, place, f"{width:.2f}", ha="center", va="center", size=8, color="white" if segment in CONTROL[:1] + CONTROL[3:] else _INK
                 )

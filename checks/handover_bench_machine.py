@@ -17,8 +17,8 @@ MIB = 1 << 20
 _HALF_PAGE = 2048
 MAX_OTHERS_SHARE = 0.15
 """Of all cores: more than this taken by others, and the run is void."""
-MAX_SPREAD = 0.5
-"""How far the fastest and the slowest tenth of the copies of 64 MiB may lie apart, in parts of their median."""
+MAX_SPREAD = 0.3
+"""Most width of the middle half of the copies of 64 MiB, in parts of their median."""
 
 
 def cores() -> list[int]:
@@ -80,11 +80,11 @@ class MemoryCopy:
 
 
 def spread(samples: Sequence[float]) -> float:
-    """The distance between the fastest and the slowest tenth, in parts of the median."""
+    """The width of their middle half, in parts of the median."""
     if len(samples) < 2:
         return 0.0
-    tenths = statistics.quantiles(samples, n=10)
-    return (tenths[-1] - tenths[0]) / statistics.median(samples)
+    quarters = statistics.quantiles(samples, n=4)
+    return (quarters[-1] - quarters[0]) / statistics.median(samples)
 
 
 def process_cpu_s(pid: int) -> float:

@@ -88,17 +88,17 @@ def _rates(details: Details) -> Sheet | None:
         row = rows.setdefault((cell["transport"], cell["mib"]), ["-"] * len(counts))
         row[counts.index(cell["concurrent"])] = f"{cell['gb_per_s']:.2f} ({cell['ratio']:.2f})"
     columns = ["transport", "MiB", *(f"{count} at a time" for count in counts)]
-    title = "GB/s of all hand-overs together (and of memcpy in the same rounds), medians"
+    title = "GB/s of all hand-overs together (ratio to memcpy of as many bytes)"
     return Sheet(title, columns, [[name, str(mib), *row] for (name, mib), row in rows.items()])
 
 
 def _costs(details: Details) -> Sheet | None:
-    columns = ["transport", "MiB", "GB/s", "best", "memcpy GB/s", "best memcpy", "CPU s/GB decode", "CPU s/GB prefill"]
+    columns = ["transport", "MiB", "GB/s", "best", "memcpy GB/s", "best", "ratio", "ratio to the fastest memcpy", "CPU s/GB decode", "CPU s/GB prefill"]
     rows = [
         [
             cell["transport"],
             str(cell["mib"]),
-            *(f"{cell[name]:.2f}" for name in ("gb_per_s", "best_gb_per_s", "memcpy_gb_per_s", "best_memcpy_gb_per_s")),
+            *(f"{cell[name]:.2f}" for name in ("gb_per_s", "best_gb_per_s", "memcpy_gb_per_s", "best_memcpy_gb_per_s", "ratio", "ratio_to_fastest")),
             *(f"{cell[name]:.3f}" for name in ("decode_cpu_s_per_gb", "prefill_cpu_s_per_gb")),
         ]
         for cell in _cells(details, checksum=False)

@@ -60,10 +60,10 @@ def _rows(outcomes: Sequence[Outcome]) -> Iterator[tuple[Kind, Part, Tally]]:
 
 
 def _print_table(outcomes: Sequence[Outcome]) -> None:
-    print(f"  {'fault':<18}{'where':<38}{'injected':>9}{'detected':>9}{'wrong':>6}  reasons, who computed the prompt then")
+    print(f"  {'fault':<18}{'where':<38}{'injected':>9}{'detected':>9}{'wrong':>6}{'failed':>7}  reasons, who computed the prompt then")
     for kind, part, tally in _rows(outcomes):
         then = ", ".join(f"{name} {count:g}" for name, count in [*sorted(tally.reasons.items()), *sorted(tally.by.items())])
-        print(f"  {kind:<18}{part.name:<38}{tally.injected:>9}{tally.detected:>9}{tally.wrong:>6}  {then}")
+        print(f"  {kind:<18}{part.name:<38}{tally.injected:>9}{tally.detected:>9}{tally.wrong:>6}{tally.failed:>7}  {then}")
 
 
 def _judge(check: Check, outcomes: Sequence[Outcome]) -> Counter[str]:

@@ -26,8 +26,8 @@ Read = Callable[[kv_pb2.KvReady, Rows], Awaitable[None]]
 _KINDS = frozenset({Kind.ERROR_ON_BLOCK, *IN_TRANSIT, *PAUSING}) - {Kind.STALE_DURING_COPY}
 _READERS: tuple[type[Any], ...] = (InlineReader, SharedMemoryReader, NixlReader)
 _COMPUTED_S = 10.0
-_EXPONENT = 0x40
-"""Of a float32's top byte: with it flipped a number is of another order of magnitude."""
+_EXPONENT = 0x04
+"""Of a float32's top byte: with it flipped a number is 256 times as large or as small, and still one."""
 
 
 class FaultyReads:

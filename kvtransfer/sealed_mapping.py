@@ -9,6 +9,7 @@ import logging
 import mmap
 import os
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Executor
 from contextlib import contextmanager
@@ -23,7 +24,8 @@ from kvtransfer.errors import NoTransportError, SourceGoneError
 _log = logging.getLogger(__name__)
 
 _MADV_POPULATE_READ = 22  # Linux 5.14
-_POPULATED_AT_ONCE_BYTES = 64 << 20
+_POPULATED_AT_ONCE_BYTES = 16 << 20
+_MAX_POPULATE_S = 5.0
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
@@ -31,8 +33,8 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 class SealedMapping:
     """A memfd of this size that nobody can cut, mapped read-only. Lives on the event loop; within `reading` any thread may look at `view`.
 
-    What the kernel does in proportion to the size (page tables, the pages themselves when this is the last who has them) is done in the executor and without
-    the GIL: mmap's own methods keep it, for 0.2 s per GiB.
+    What the kernel does in proportion to the size (page tables, the pages themselves when this is the last who has them: 0.1 to 0.2 s per GiB) is done in
+    threads and without the GIL, which mmap's own methods keep, and holds up no copy: the executor maps piece by piece, and a thread of its own unmaps.
     """
 
     def __init__(self, fd: int, num_bytes: int, executor: Executor) -> None:
@@ -49,24 +51,35 @@ class SealedMapping:
             os.close(self._fd)
             raise
 
-    async def populate(self) -> None:
-        """Maps every page, so that no copy has to; a cancel stops it. Raises SourceGoneError."""
-        failed: list[int] = []
+    async def populate(self, max_s: float = _MAX_POPULATE_S) -> None:
+        """Maps every page, so that no copy has to, or as many as this time allows; a cancel stops it. Raises SourceGoneError."""
+        give_up_at = time.monotonic() + max_s
         with self.reading():
-            await run_to_its_end(self._executor, lambda stop: self._populate(stop, failed), threading.Event())
-        if failed == [errno.EINVAL]:
-            _log.warning("this kernel cannot map all of a pool at once: the first copies are slow")
-        elif failed:
-            raise SourceGoneError(f"the pool cannot be mapped: {os.strerror(failed[0])}")
+            for start in range(0, self.num_bytes, _POPULATED_AT_ONCE_BYTES):
+                error = await self._populate(start)
+                if error == errno.EINVAL:
+                    _log.warning("this kernel cannot map all of a pool at once: the first copies are slow")
+                    return
+                if error:
+                    raise SourceGoneError(f"the pool cannot be mapped: {os.strerror(error)}")
+                if time.monotonic() >= give_up_at and start + _POPULATED_AT_ONCE_BYTES < self.num_bytes:
+                    _log.warning(
+                        "%.0f %% of a pool are mapped after %g s: the first copies of the rest are slow",
+                        100 * (start + _POPULATED_AT_ONCE_BYTES) / self.num_bytes,
+                        max_s,
+                    )
+                    return
 
-    def _populate(self, stop: threading.Event, failed: list[int]) -> None:
-        address = self.view(0, self.num_bytes).ctypes.data
-        for start in range(0, self.num_bytes, _POPULATED_AT_ONCE_BYTES):
-            if stop.is_set():
-                return
-            if _libc.madvise(address + start, min(_POPULATED_AT_ONCE_BYTES, self.num_bytes - start), _MADV_POPULATE_READ):
-                failed.append(ctypes.get_errno())
-                return
+    async def _populate(self, start: int) -> int:
+        """The errno of one piece, 0 when it is mapped."""
+        errors: list[int] = []
+
+        def populate(_: threading.Event) -> None:
+            address, size = self.view(0, self.num_bytes).ctypes.data, min(_POPULATED_AT_ONCE_BYTES, self.num_bytes - start)
+            errors.append(ctypes.get_errno() if _libc.madvise(address + start, size, _MADV_POPULATE_READ) else 0)
+
+        await run_to_its_end(self._executor, populate, threading.Event())
+        return errors[0]
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -94,10 +107,8 @@ class SealedMapping:
         if not self._closed or self._num_readers or self._memory is None:
             return
         memory, self._memory = self._memory, None
-        try:
-            self._executor.submit(_unmap, memory, self._fd)
-        except RuntimeError:  # It has been shut down.
-            _unmap(memory, self._fd)
+        # Of a large pool whose process has died these are seconds, and no other peer's copies wait for them; nor does the end of this process.
+        threading.Thread(target=_unmap, args=(memory, self._fd), name="kv-unmap", daemon=True).start()
 
 
 def _unmap(memory: mmap.mmap, fd: int) -> None:

@@ -57,7 +57,7 @@ class _Outcome(Enum):
 
 
 class SharedMemoryReader:
-    """Decode's side: copies in a thread of `executor`, which unmaps the pool too."""
+    """Decode's side: copies in a thread of `executor`."""
 
     name = "shared_memory"
     max_segment_bytes = 16 << 20

@@ -9,17 +9,20 @@ import logging
 import mmap
 import os
 import re
+import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from engine.kv_cache import SEALS, HostKvCache, KvLayout
 from engine.proto import kv_layout_to_proto
+from kvtransfer import sealed_mapping
 from kvtransfer.errors import NoTransportError, SourceGoneError
 from kvtransfer.mapped_pool import MappedPool, PoolPlan
 from kvtransfer.sealed_mapping import SealedMapping
@@ -151,7 +154,46 @@ async def test_a_mapping_outlives_its_executor_and_goes_all_the_same(cache: Host
     executor.shutdown()
     assert _num_mapped() == 1
     pool.close()
-    assert _num_mapped() == 0
+    await until(lambda: _num_mapped() == 0)
+
+
+async def test_a_large_pool_that_is_mapped_or_unmapped_holds_up_no_copy(cache: HostKvCache, executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_unmap, calls = threading.Event(), list[int]()
+    populate = sealed_mapping._MADV_POPULATE_READ
+
+    def madvise(address: int, size: int, advice: int) -> int:
+        calls.append(advice)
+        if advice == mmap.MADV_DONTNEED:
+            assert may_unmap.wait(10)
+        return 0
+
+    monkeypatch.setattr(sealed_mapping, "_libc", SimpleNamespace(madvise=madvise))
+    monkeypatch.setattr(sealed_mapping, "_POPULATED_AT_ONCE_BYTES", 1 << 16)
+    pool = MappedPool(cache.fd, PoolPlan.of(cache), executor)
+    mapping = asyncio.create_task(pool.populate())
+    await asyncio.sleep(0)
+    num_before = await asyncio.get_running_loop().run_in_executor(executor, lambda: len(calls))
+    await mapping
+    assert num_before < calls.count(populate) == -(-cache.num_bytes // (1 << 16))
+    pool.close()
+    async with asyncio.timeout(5):
+        await asyncio.get_running_loop().run_in_executor(executor, lambda: None)
+    assert _num_mapped() == 1
+    may_unmap.set()
+    await until(lambda: _num_mapped() == 0)
+
+
+async def test_mapping_all_of_a_pool_ends_in_time_and_says_what_is_not_mapped(
+    cache: HostKvCache, executor: Executor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sealed_mapping, "_POPULATED_AT_ONCE_BYTES", 1 << 16)
+    mapping = SealedMapping(cache.fd, cache.num_bytes, executor)
+    with caplog.at_level(logging.WARNING):
+        await mapping.populate(max_s=0.0)
+    assert "are mapped after 0 s" in caplog.text and _resident_kib() < cache.num_bytes // 1024
+    with mapping.reading():
+        assert (mapping.view(3 * LAYOUT.block_bytes, LAYOUT.block_bytes) == 3).all()
+    mapping.close()
 
 
 async def test_a_view_that_outlives_its_reader_is_reported_and_still_readable(cache: HostKvCache, executor: Executor, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from decode_svc.peers import KvParts, PrefillPeers, parse_targets
 from decode_svc.pool import DecodePool, PrefillPace
 from decode_svc.servicer import DecodeServicer
 from decode_svc.settings import DecodeSettings
+from kvtransfer.block_copy import load_copy
 from kvtransfer.errors import NoTransportError
 from kvtransfer.quarantine import Quarantine
 from kvtransfer.socket_dir import open_socket_dir
@@ -31,6 +33,8 @@ async def register(worker: Worker, settings: DecodeSettings) -> AsyncIterator[No
     """Adds DecodeService and opens the channels to its prefill instances."""
     alarms = worker.metrics.num_quarantined_readers
     quarantine = Quarantine(max_stop_s=settings.max_reader_stop_s, on_alarm=lambda _: alarms.inc(), on_end=alarms.dec)
+    # Here and not while a pairing waits for it: compiling takes seconds, and where and by what the worker's settings say.
+    await asyncio.to_thread(load_copy, settings.cache_dir, settings.compiler)
     executor = ThreadPoolExecutor(1, thread_name_prefix="kv-copy")
     parts = KvParts.of(worker.engine.kv_cache, executor, replace(settings.kv(), socket_dir=_socket_dir(settings)))
     peers = PrefillPeers(parse_targets(settings.prefill), parts, kv_path_events(worker.metrics, worker.load))

@@ -52,13 +52,13 @@ def copy_blocks(source: Blocks, source_ids: Sequence[int] | Ids, destination: Bl
     pool and for pools that do not fit each other, before a byte is touched.
     """
     from_ids, to_ids = _checked(source, source_ids, "source"), _checked(destination, destination_ids, "destination")
-    if source.shape[1] != destination.shape[1] or len(from_ids) != len(to_ids) or not destination.flags.writeable:
+    if not source.shape[1] == destination.shape[1] > 0 or len(from_ids) != len(to_ids) or not destination.flags.writeable:
         raise ValueError(f"cannot copy {len(from_ids)} blocks of {source.shape[1]} bytes to {len(to_ids)} of {destination.shape[1]}")
     return _copy_here()(source, from_ids, destination, to_ids, stop)
 
 
 def _checked(blocks: Blocks, ids: Sequence[int] | Ids, side: str) -> Ids:
-    array = np.asarray(ids, np.int64)
+    array = np.ascontiguousarray(ids, np.int64)  # native code takes no strides
     if not blocks.flags.c_contiguous or (array.size and not 0 <= array.min() <= array.max() < len(blocks)):
         raise ValueError(f"a {side} of {len(blocks)} blocks has no such ids")
     return array
@@ -83,14 +83,14 @@ def _copy_here(cache_dir: Path | None = None, compiler: str = "c++") -> _Copy:
         if not _loaded:
             try:
                 _loaded.append(build_native_copy(cache_dir or default_cache_dir(), compiler))
-            except (KernelBuildError, OSError) as error:
+            except (KernelBuildError, OSError, AttributeError) as error:
                 _log.warning("numpy copies blocks one by one, slower and with the GIL taken for each, since there is no native copy: %s", error)
                 _loaded.append(numpy_copy)
         return _loaded[0]
 
 
 def build_native_copy(cache_dir: Path, compiler: str) -> _Copy:
-    """The native copy, from the cache or compiled. Raises KernelBuildError, OSError."""
+    """The native copy, from the cache or compiled. Raises KernelBuildError, OSError, and AttributeError for a library that is another one."""
     call = ctypes.CDLL(str(build_shared_library(SOURCE, cache_dir, compiler))).tandem_copy_blocks
     call.argtypes = [*[ctypes.c_void_p] * 4, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
     call.restype = ctypes.c_int64

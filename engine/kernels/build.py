@@ -23,7 +23,7 @@ _CPU_KEYS = frozenset({"vendor_id", "cpu family", "model", "model name", "flags"
 
 
 class KernelBuildError(EngineError):
-    """The native kernel cannot be built here; the text says what to do."""
+    """Native code cannot be built here; the text says what to do."""
 
 
 def default_cache_dir() -> Path:
@@ -46,7 +46,7 @@ def build_shared_library(source: Path, cache_dir: Path, compiler: str) -> Path:
     """
     path = find_compiler(compiler)
     if path is None:
-        raise KernelBuildError(f"no C++ compiler {compiler!r} found: install one (for instance the package g++), or set attention_backend to torch")
+        raise KernelBuildError(f"no C++ compiler {compiler!r} found: install one (for instance the package g++)")
     target = cache_dir / "kernels" / f"{source.stem}-{_key(source, path)}.so"
     _own_directory(target.parent)
     if not target.is_file():
@@ -63,7 +63,7 @@ def _compile(source: Path, target: Path, compiler: str) -> None:
         except (OSError, subprocess.TimeoutExpired) as error:
             raise KernelBuildError(f"{compiler}: {error}") from error
         if done.returncode != 0:
-            raise KernelBuildError(f"{compiler} failed on {source.name}, set attention_backend to torch to go without: {done.stderr[-2000:].strip()}")
+            raise KernelBuildError(f"{compiler} failed on {source.name}: {done.stderr[-2000:].strip()}")
         os.replace(built, target)
     _log.info("compiled %s in %.1f s", target.name, time.monotonic() - started)
 
@@ -72,7 +72,10 @@ def _key(source: Path, compiler: str) -> str:
     digest = hashlib.sha256(source.read_bytes())
     for header in sorted(source.parent.glob("*.h")):
         digest.update(header.read_bytes())
-    version = subprocess.run([compiler, "--version"], capture_output=True, timeout=_COMPILE_TIMEOUT_S, check=False).stdout
+    try:
+        version = subprocess.run([compiler, "--version"], capture_output=True, timeout=_COMPILE_TIMEOUT_S, check=False).stdout
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise KernelBuildError(f"{compiler}: {error}") from error
     for part in (compiler.encode(), version, " ".join(_FLAGS).encode(), _cpu().encode()):
         digest.update(b"\0" + part)
     return digest.hexdigest()[:24]

@@ -57,7 +57,10 @@ class NativeAttention:
         self._num_heads = num_heads
         self._num_threads = num_threads
         self._dtype_code = _DTYPE_CODES[pool.dtype]
-        library = ctypes.CDLL(str(build_shared_library(SOURCE, cache_dir, compiler)))
+        try:
+            library = ctypes.CDLL(str(build_shared_library(SOURCE, cache_dir, compiler)))
+        except KernelBuildError as error:
+            raise KernelBuildError(f"{error}; or set attention_backend to torch to go without") from error
         self._call = library.tandem_paged_attention
         self._call.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, *[ctypes.c_void_p] * 4, _Scores]
         self._call.restype = ctypes.c_int

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from engine.kernels import build
 from kvtransfer import block_copy
 from kvtransfer.block_copy import CopyStop, build_native_copy, copy_blocks, load_copy, numpy_copy
 from kvtransfer.memories import Blocks
@@ -54,6 +57,13 @@ def test_the_named_blocks_arrive_and_no_other_is_touched(block_bytes: int, offse
     expected[to_ids] = source[from_ids]
     assert copy_blocks(source, from_ids.tolist(), destination, to_ids.tolist(), CopyStop())
     assert (destination == expected).all()
+
+
+@pytest.mark.usefixtures("copying")
+def test_ids_may_be_every_other_one_of_an_array() -> None:
+    source, destination = _pools(48, 128)
+    copy_blocks(source, np.arange(48)[::-2], destination, np.arange(48)[::2], CopyStop())
+    assert (destination[::2] == source[::-2]).all() and not destination[1::2].any()
 
 
 @pytest.mark.usefixtures("copying")
@@ -118,7 +128,12 @@ def test_ids_outside_a_pool_or_without_a_place_are_refused(from_ids: list[int], 
 @pytest.mark.usefixtures("copying")
 def test_pools_that_do_not_fit_each_other_are_refused() -> None:
     source, destination = _pools(4, 128)
-    for one, other in ((source, _pools(4, 64)[1]), (source[:, :64], destination[:, :64]), (source, destination[:, ::2])):
+    for one, other in (
+        (source[:, :0].copy(), destination[:, :0].copy()),
+        (source, _pools(4, 64)[1]),
+        (source[:, :64], destination[:, :64]),
+        (source, destination[:, ::2]),
+    ):
         with pytest.raises(ValueError, match="blocks"):
             copy_blocks(one, [0], other, [0], CopyStop())
     destination.flags.writeable = False
@@ -136,3 +151,61 @@ def test_without_a_compiler_numpy_copies_and_the_log_says_so_once(tmp_path: Path
     assert (destination[[3, 2, 1]] == source[[0, 1, 3]]).all()
     assert [record.message for record in caplog.records if "numpy copies blocks" in record.message] == [caplog.records[0].message]
     assert "no-such-compiler" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        ("echo broken >&2; exit 3", "broken"),
+        ('test "$1" = --version || exit 0', "No such file"),
+        ("kill -9 $$", "failed"),
+        ('for last; do :; done; test "$1" = --version || : > "$last"', "too short"),
+        ('for last; do :; done; test "$1" = --version || echo "int one;" | cc -shared -x c - -o "$last"', "tandem_copy_blocks"),
+    ],
+    ids=["fails", "writes nothing", "is killed", "writes no library", "writes another library"],
+)
+def test_with_a_broken_compiler_numpy_copies_and_the_advice_is_about_copies(
+    script: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f"#!/bin/sh\n{script}\n")
+    compiler.chmod(0o700)
+    _copies_by_numpy(tmp_path, str(compiler), monkeypatch, caplog)
+    assert said in caplog.text and "attention" not in caplog.text
+
+
+def test_a_compiler_that_cannot_be_run_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_bytes(b"\x7fELF no program")
+    compiler.chmod(0o700)
+    _copies_by_numpy(tmp_path, str(compiler), monkeypatch, caplog)
+
+
+def test_a_compiler_that_never_ends_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    compiler = tmp_path / "compiler"
+    compiler.write_text("#!/bin/sh\nexec sleep 60\n")
+    compiler.chmod(0o700)
+    monkeypatch.setattr(build, "_COMPILE_TIMEOUT_S", 0.1)
+    _copies_by_numpy(tmp_path, str(compiler), monkeypatch, caplog)
+
+
+def test_a_cache_that_cannot_be_written_costs_the_native_copy_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "kernels").touch()
+    _copies_by_numpy(tmp_path, "c++", monkeypatch, caplog)
+    assert "set cache_dir" in caplog.text and "attention" not in caplog.text
+
+
+def _copies_by_numpy(cache_dir: Path, compiler: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    loaded: list[object] = []
+    monkeypatch.setattr(block_copy, "_loaded", loaded)
+    with caplog.at_level(logging.WARNING):
+        load_copy(cache_dir, compiler)
+    assert loaded == [numpy_copy] and "numpy copies blocks" in caplog.text
+    assert [path.name for path in cache_dir.glob("kernels/*")] in ([], [path.name for path in cache_dir.glob("kernels/block_copy-*.so")])
+
+
+def test_processes_that_compile_at_once_all_get_a_whole_library(tmp_path: Path) -> None:
+    program = "import sys; from pathlib import Path; from kvtransfer.block_copy import build_native_copy; build_native_copy(Path(sys.argv[1]), 'c++')"
+    running = [subprocess.Popen([sys.executable, "-c", program, str(tmp_path)]) for _ in range(3)]
+    assert [process.wait(120) for process in running] == [0, 0, 0]
+    assert len(list(tmp_path.glob("kernels/*"))) == 1

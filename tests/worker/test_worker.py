@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext
@@ -23,6 +24,7 @@ from engine.errors import CapacityError, EngineDeadError, HoldBrokenError, NoTok
 from engine.proto import FieldError
 from engine.sampling_params import SamplingParams
 from engine.sequence import SequenceKind, SequenceSpec
+from kvtransfer import block_copy
 from prefill_svc.settings import PrefillSettings
 from rpc.errors import StartupError, StatusError
 from rpc.service import Service
@@ -104,6 +106,14 @@ async def test_a_worker_serves_until_it_is_stopped() -> None:
         await asyncio.wait_for(task, 10)
     assert service.failure is None
     assert b'tandem_num_blocks{model_name="fake",role="decode",state="free"}' in generate_latest(REGISTRY)
+
+
+@pytest.mark.usefixtures("_own_registry")
+async def test_the_native_copy_is_compiled_before_the_first_pairing_where_and_by_what_the_settings_say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_copy, "_loaded", [])
+    service, settings = Service("decode", _settings()), _settings().model_copy(update={"cache_dir": tmp_path, "compiler": "cc"})
+    async with _serving(service, settings):
+        assert [name.split("-")[0] for name in os.listdir(tmp_path / "kernels")] == ["block_copy"]
 
 
 @pytest.mark.usefixtures("_own_registry")

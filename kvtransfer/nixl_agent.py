@@ -324,11 +324,11 @@ class NixlAgent:
         self._regions.clear()
         with self._calls.lock:
             self._calls.closed = True
+        self.ended.set_result(None)
         self._refuse_calls()
         for transfer in self._active:
             transfer.done.set_exception(error)
         self._active.clear()
-        self.ended.set_result(None)
 
     def _refuse_calls(self) -> None:
         """What is still in the queue finds no agent, and is told so."""

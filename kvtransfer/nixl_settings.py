@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,8 +56,11 @@ def load_nixl(settings: NixlSettings) -> Any:
     # Where a lane has no one-sided reads UCX would emulate them in both processes, and one that dies in the middle of a read ends the other one with an
     # assertion. Without the emulation such a read fails at once, and what works is known to be one-sided.
     os.environ["UCX_PROTO_EMULATION_ENABLE"] = "n"
+    raise_exceptions = logging.raiseExceptions
     try:
         return importlib.import_module("nixl_cu13._api")
     except ImportError as error:
         missing = isinstance(error, ModuleNotFoundError) and error.name in ("nixl_cu13", "nixl_cu13._api")
         raise NoTransportError("not installed (the extra nixl)" if missing else f"NIXL cannot be loaded: {error}") from error
+    finally:
+        logging.raiseExceptions = raise_exceptions  # its logging turns this off for everybody

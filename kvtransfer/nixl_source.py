@@ -26,6 +26,7 @@ READ_TICK_S = 0.05
 """How often an agent that is read from makes progress: connections need it, reads do not."""
 GREETING_S = 15.0
 """Time after an offer in which the peer connects and probes."""
+_MAX_AT_ONCE = 2
 
 
 @dataclass(slots=True)
@@ -36,6 +37,8 @@ class _End:
     peer: str = ""
     """Name of decode's staging agent; empty: there is none to write to."""
     busy_slots: set[int] = field(default_factory=set)
+    turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_MAX_AT_ONCE))
+    """Slots are filled one behind the other, or decode would have to wait for all of them and then empty all of them."""
 
 
 class NixlSource:
@@ -151,7 +154,8 @@ class NixlSource:
 
         await run_to_its_end(self._executor, digest, threading.Event())
         pool, slot = Row(self._region.address, memory.block_bytes), Row(slot_address, memory.block_bytes)
-        await end.agent.transfer("WRITE", end.peer, *matching(pool, ids, slot, range(len(ids))))
+        async with end.turn:
+            await end.agent.transfer("WRITE", end.peer, *matching(pool, ids, slot, range(len(ids))))
         return digests
 
     def _check_size(self, num_bytes: int, pairing: Pairing) -> None:

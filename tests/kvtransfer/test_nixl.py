@@ -379,11 +379,11 @@ async def test_a_hundred_pairings_leave_nothing_behind() -> None:
                     one = kv_pb2.KvReady(hold_id=ready.hold_id, num_blocks=1, block_ids=ready.block_ids[:1], generations=ready.generations[:1])
                     await decode.reader.read(one, Rows(decode.blocks, [0]))
 
-            await asyncio.gather(*(once() for _ in range(5)))
+            await asyncio.gather(*(once() for _ in range(4)))
             await _agents_have_ended(prefill)
             before = _held_by_process()
-            for _ in range(20):
-                await asyncio.gather(*(once() for _ in range(5)))
+            for _ in range(25):
+                await asyncio.gather(*(once() for _ in range(4)))
             await _agents_have_ended(prefill)
             after = _held_by_process()
             assert after[0] <= before[0] + 4

@@ -24,7 +24,8 @@ from kvtransfer.errors import NoTransportError, SourceGoneError
 _log = logging.getLogger(__name__)
 
 _MADV_POPULATE_READ = 22  # Linux 5.14
-_POPULATED_AT_ONCE_BYTES = 16 << 20
+_AT_ONCE_BYTES = 16 << 20
+"""What the kernel is asked for in one call: no other thread of the process can map or unmap memory meanwhile."""
 _MAX_POPULATE_S = 5.0
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -55,17 +56,17 @@ class SealedMapping:
         """Maps every page, so that no copy has to, or as many as this time allows; a cancel stops it. Raises SourceGoneError."""
         give_up_at = time.monotonic() + max_s
         with self.reading():
-            for start in range(0, self.num_bytes, _POPULATED_AT_ONCE_BYTES):
+            for start in range(0, self.num_bytes, _AT_ONCE_BYTES):
                 error = await self._populate(start)
                 if error == errno.EINVAL:
                     _log.warning("this kernel cannot map all of a pool at once: the first copies are slow")
                     return
                 if error:
                     raise SourceGoneError(f"the pool cannot be mapped: {os.strerror(error)}")
-                if time.monotonic() >= give_up_at and start + _POPULATED_AT_ONCE_BYTES < self.num_bytes:
+                if time.monotonic() >= give_up_at and start + _AT_ONCE_BYTES < self.num_bytes:
                     _log.warning(
                         "%.0f %% of a pool are mapped after %g s: the first copies of the rest are slow",
-                        100 * (start + _POPULATED_AT_ONCE_BYTES) / self.num_bytes,
+                        100 * (start + _AT_ONCE_BYTES) / self.num_bytes,
                         max_s,
                     )
                     return
@@ -75,7 +76,7 @@ class SealedMapping:
         errors: list[int] = []
 
         def populate(_: threading.Event) -> None:
-            address, size = self.view(0, self.num_bytes).ctypes.data, min(_POPULATED_AT_ONCE_BYTES, self.num_bytes - start)
+            address, size = self.view(0, self.num_bytes).ctypes.data, min(_AT_ONCE_BYTES, self.num_bytes - start)
             errors.append(ctypes.get_errno() if _libc.madvise(address + start, size, _MADV_POPULATE_READ) else 0)
 
         await run_to_its_end(self._executor, populate, threading.Event())
@@ -114,7 +115,9 @@ class SealedMapping:
 def _unmap(memory: mmap.mmap, fd: int) -> None:
     """Page tables first and the last descriptor last: both without the GIL, and close has next to nothing to do."""
     num_bytes = len(memory)
-    _libc.madvise(np.frombuffer(memory, np.uint8).ctypes.data, num_bytes, mmap.MADV_DONTNEED)
+    address = np.frombuffer(memory, np.uint8).ctypes.data
+    for start in range(0, num_bytes, _AT_ONCE_BYTES):
+        _libc.madvise(address + start, min(_AT_ONCE_BYTES, num_bytes - start), mmap.MADV_DONTNEED)
     try:
         memory.close()
     except BufferError:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import resource
 import struct
+import threading
+from dataclasses import replace
 
 import pytest
 
@@ -80,3 +83,31 @@ def test_a_closed_pool_gives_its_descriptor_back_once_and_stays_mapped(kv_cache:
         os.fstat(descriptor)
     kv_cache.close()
     kv_cache.blocks[0] = 1
+
+
+def test_other_threads_run_while_a_large_pool_gets_its_memory() -> None:
+    layout = replace(_LAYOUT, num_layers=64, head_dim=64, block_size=64)
+    made, num_turns = threading.Event(), 0
+
+    def make() -> None:
+        HostKvCache(layout, (256 << 20) // layout.block_bytes).close()
+        made.set()
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    while not made.wait(0.001):
+        num_turns += 1
+    thread.join()
+    assert num_turns > 10
+
+
+def test_a_pool_that_gets_no_memory_leaves_no_descriptor() -> None:
+    num_fds = len(os.listdir("/proc/self/fd"))
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (1 << 20, before[1]))
+    try:
+        with pytest.raises(OSError, match="Cannot allocate memory"):
+            HostKvCache(replace(_LAYOUT, num_layers=64), 1 << 12)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert len(os.listdir("/proc/self/fd")) == num_fds

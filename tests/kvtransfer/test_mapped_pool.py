@@ -168,7 +168,7 @@ async def test_a_large_pool_that_is_mapped_or_unmapped_holds_up_no_copy(cache: H
         return 0
 
     monkeypatch.setattr(sealed_mapping, "_libc", SimpleNamespace(madvise=madvise))
-    monkeypatch.setattr(sealed_mapping, "_POPULATED_AT_ONCE_BYTES", 1 << 16)
+    monkeypatch.setattr(sealed_mapping, "_AT_ONCE_BYTES", 1 << 16)
     pool = MappedPool(cache.fd, PoolPlan.of(cache), executor)
     mapping = asyncio.create_task(pool.populate())
     await asyncio.sleep(0)
@@ -186,7 +186,7 @@ async def test_a_large_pool_that_is_mapped_or_unmapped_holds_up_no_copy(cache: H
 async def test_mapping_all_of_a_pool_ends_in_time_and_says_what_is_not_mapped(
     cache: HostKvCache, executor: Executor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sealed_mapping, "_POPULATED_AT_ONCE_BYTES", 1 << 16)
+    monkeypatch.setattr(sealed_mapping, "_AT_ONCE_BYTES", 1 << 16)
     mapping = SealedMapping(cache.fd, cache.num_bytes, executor)
     with caplog.at_level(logging.WARNING):
         await mapping.populate(max_s=0.0)

@@ -87,10 +87,10 @@ def test_a_closed_pool_gives_its_descriptor_back_once_and_stays_mapped(kv_cache:
 
 def test_other_threads_run_while_a_large_pool_gets_its_memory() -> None:
     layout = replace(_LAYOUT, num_layers=64, head_dim=64, block_size=64)
-    made, num_turns = threading.Event(), 0
+    made, num_turns, pools = threading.Event(), 0, list[HostKvCache]()
 
     def make() -> None:
-        HostKvCache(layout, (256 << 20) // layout.block_bytes).close()
+        pools.append(HostKvCache(layout, (256 << 20) // layout.block_bytes))
         made.set()
 
     thread = threading.Thread(target=make)
@@ -98,6 +98,7 @@ def test_other_threads_run_while_a_large_pool_gets_its_memory() -> None:
     while not made.wait(0.001):
         num_turns += 1
     thread.join()
+    pools.pop().close()
     assert num_turns > 10
 
 

@@ -10,14 +10,14 @@ from typing import Any
 import grpc
 import pytest
 
-from engine.proto import kv_layout_to_proto, sampling_params_to_proto
+from engine.proto import sampling_params_to_proto
 from engine.sampling_params import SamplingParams
-from kvtransfer.memory import PROCESS_ID
 from rpc.errors import StatusError
 from tandem.v1 import prefill_pb2
 from tests.support.alone import alone
 from tests.support.cluster import PrefillNode, open_prefill, until
 from tests.support.held import assert_nothing_held
+from tests.support.pair_call import paired
 
 PROMPT = list(range(100, 130))
 NUM_BLOCKS = 8
@@ -25,7 +25,8 @@ NUM_BLOCKS = 8
 
 @pytest.fixture
 async def node() -> AsyncIterator[PrefillNode]:
-    async with open_prefill("p0") as opened:
+    async with open_prefill("p0") as opened, paired(opened) as offer:
+        opened.pairing_id = offer.pairing_id
         yield opened
         if opened.device.gate is not None:
             opened.device.gate.set()
@@ -38,11 +39,10 @@ def _start(node: PrefillNode, **fields: Any) -> prefill_pb2.PrefillRequest:
     sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
     start = prefill_pb2.PrefillStart(
         request_id="r",
-        layout=kv_layout_to_proto(node.engine.model.layout),
+        pairing_id=node.pairing_id,
         prompt_token_ids=PROMPT,
         sampling_params=sampling_params_to_proto(sampling),
-        transports=["inline"],
-        process_id=PROCESS_ID,
+        transport="inline",
     )
     start.MergeFrom(prefill_pb2.PrefillStart(**fields))
     return prefill_pb2.PrefillRequest(start=start)
@@ -50,6 +50,10 @@ def _start(node: PrefillNode, **fields: Any) -> prefill_pb2.PrefillRequest:
 
 def _copied(hold_id: str, num_blocks: int) -> prefill_pb2.PrefillRequest:
     return prefill_pb2.PrefillRequest(copied=prefill_pb2.Copied(hold_id=hold_id, num_blocks=num_blocks))
+
+
+def _read(node: PrefillNode, hold_id: str, first_block: int, num_blocks: int) -> prefill_pb2.ReadKvRequest:
+    return prefill_pb2.ReadKvRequest(pairing_id=node.pairing_id, hold_id=hold_id, first_block=first_block, num_blocks=num_blocks)
 
 
 async def _refused(call: Any) -> StatusError:
@@ -86,9 +90,8 @@ class Conversation:
         """Reads every announced run with the generated stub: the raw messages are true ReadKvResponses."""
         data = b""
         for ready in self.ready:
-            request = prefill_pb2.ReadKvRequest(hold_id=ready.hold_id, first_block=ready.first_block, num_blocks=ready.num_blocks, checksum=True)
-            async for response in self.node.stub.ReadKv(request):
-                data += response.chunk[32:]
+            async for response in self.node.stub.ReadKv(_read(self.node, ready.hold_id, ready.first_block, ready.num_blocks)):
+                data += response.chunk[24:]
         return data
 
     async def refused(self) -> StatusError:
@@ -124,7 +127,7 @@ async def test_cached_blocks_are_announced_at_once_and_those_of_decode_never(nod
     talk = await Conversation(node).start()
     await talk.done()
     talk.call.cancel()
-    again = await Conversation(node).start(num_cached_blocks=2)
+    again = await Conversation(node).start(num_cached_tokens=8)
     done = await again.done()
     assert done.cached_tokens == 28
     assert [(ready.first_block, ready.num_blocks) for ready in again.ready] == [(2, 6)]
@@ -133,9 +136,9 @@ async def test_cached_blocks_are_announced_at_once_and_those_of_decode_never(nod
     assert (await again.call.read()).HasField("confirmed")
 
 
-async def test_without_transports_only_the_first_token_is_wanted(node: PrefillNode) -> None:
+async def test_without_a_transport_only_the_first_token_is_wanted(node: PrefillNode) -> None:
     request = _start(node)
-    del request.start.transports[:]
+    request.start.transport = ""
     call = node.stub.Prefill(timeout=20)
     await call.write(request)
     done = (await call.read()).done
@@ -216,27 +219,15 @@ async def test_a_conversation_begins_with_start(node: PrefillNode) -> None:
     assert (await silent.refused()).field == "step"
 
 
-@pytest.mark.parametrize("field", ["dtype", "block_size", "model_fingerprint", "version", "num_layers"])
-async def test_layouts_that_differ_are_refused_before_anything_is_computed(node: PrefillNode, field: str) -> None:
-    layout = kv_layout_to_proto(node.engine.model.layout)
-    setattr(layout, field, "other" if isinstance(getattr(layout, field), str) else 99)
-    status = await (await Conversation(node).start(layout=layout)).refused()
-    assert (status.code, status.reason, list(status.metadata)) == (grpc.StatusCode.FAILED_PRECONDITION, "LAYOUT_MISMATCH", [field])
-    assert (await node.engine.report()).num_steps == 0
-
-
-async def test_ends_without_a_transport_in_common_are_refused(node: PrefillNode) -> None:
-    request = _start(node, process_id="-elsewhere")
-    request.start.transports[:] = ["memory", "carrier_pigeon"]
-    talk = Conversation(node)
-    await talk.call.write(request)
-    status = await talk.refused()
-    assert (status.code, status.reason) == (grpc.StatusCode.FAILED_PRECONDITION, "NO_TRANSPORT")
-
-
 @pytest.mark.parametrize(
     ("fields", "field"),
-    [({"prompt_token_ids": [1000]}, "prompt_token_ids"), ({"output_token_ids": [1] * 8}, "output_token_ids"), ({"num_cached_blocks": 9}, "num_cached_blocks")],
+    [
+        ({"prompt_token_ids": [1000]}, "prompt_token_ids"),
+        ({"output_token_ids": [1] * 8}, "output_token_ids"),
+        ({"num_cached_tokens": 31}, "num_cached_tokens"),
+        ({"transport": "shared_memory"}, "transport"),
+        ({"transport": "carrier_pigeon"}, "transport"),
+    ],
 )
 async def test_bad_starts_are_refused_by_field(node: PrefillNode, fields: dict[str, Any], field: str) -> None:
     status = await (await Conversation(node).start(**fields)).refused()
@@ -251,7 +242,8 @@ async def test_a_prompt_over_the_limit_never_reaches_the_engine(node: PrefillNod
 
 @pytest.mark.parametrize("phase", ["silent", "computing", "held"])
 async def test_no_hold_outlives_the_longest_request_time(phase: str) -> None:
-    async with open_prefill("p0", max_request_time_s=0.3) as node:
+    async with open_prefill("p0", max_request_time_s=0.3) as node, paired(node) as offer:
+        node.pairing_id = offer.pairing_id
         talk = Conversation(node, timeout_s=None)
         if phase == "computing":
             node.device.gate = threading.Event()
@@ -272,7 +264,7 @@ async def test_a_guessed_hold_cannot_be_read_and_a_wrong_run_is_named(node: Pref
     done = await talk.done()
     for hold_id, first, code in (("f" * 32, 0, grpc.StatusCode.FAILED_PRECONDITION), (done.hold_id, 7, grpc.StatusCode.INVALID_ARGUMENT)):
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await node.stub.ReadKv(prefill_pb2.ReadKvRequest(hold_id=hold_id, first_block=first, num_blocks=2)).read()
+            await node.stub.ReadKv(_read(node, hold_id, first, 2)).read()
         assert refused.value.code() is code
         assert done.hold_id not in str(refused.value.details())
     talk.call.cancel()
@@ -281,15 +273,17 @@ async def test_a_guessed_hold_cannot_be_read_and_a_wrong_run_is_named(node: Pref
 async def test_a_hold_that_closes_while_the_first_chunk_is_being_sent_ends_the_read(node: PrefillNode, monkeypatch: pytest.MonkeyPatch) -> None:
     talk = await Conversation(node).start()
     done = await talk.done()
-    chunks = node.pool.inline._chunks
+    inline = node.pool.sources.inline
+    assert inline is not None
+    chunks = inline._chunks
 
     def closing(ids: Sequence[int]) -> Iterator[tuple[int, list[memoryview], bool]]:
-        hold = node.pool.holds.find(done.hold_id, None)
+        hold = node.pool.holds.find(done.hold_id, node.pairing_id)
         asyncio.get_running_loop().call_soon(node.pool.holds.close, hold)  # runs once the message has been given to gRPC and is waited for
         yield from chunks(ids)
 
-    monkeypatch.setattr(node.pool.inline, "_chunks", closing)
-    reading = node.stub.ReadKv(prefill_pb2.ReadKvRequest(hold_id=done.hold_id, first_block=0, num_blocks=2))
+    monkeypatch.setattr(inline, "_chunks", closing)
+    reading = node.stub.ReadKv(_read(node, done.hold_id, 0, 2))
     status = await asyncio.wait_for(_refused(reading), 5)
     assert (status.code, status.reason) == (grpc.StatusCode.ABORTED, "HOLD_CLOSED")
     talk.call.cancel()

@@ -9,12 +9,13 @@ import grpc
 import pytest
 
 from engine.limits import EngineLimits
-from engine.proto import kv_layout_to_proto, sampling_params_to_proto
+from engine.proto import sampling_params_to_proto
 from rpc.errors import StatusError
 from tandem.v1 import prefill_pb2
 from tests.support.alone import alone_prompt_logprobs, alone_streams, sampling_of
 from tests.support.cluster import PrefillNode, open_prefill
 from tests.support.held import assert_nothing_held
+from tests.support.pair_call import paired
 
 PROMPT = list(range(100, 130))
 WARM: dict[str, Any] = {"temperature": 0.8, "seed": 5}
@@ -22,22 +23,23 @@ WARM: dict[str, Any] = {"temperature": 0.8, "seed": 5}
 
 @pytest.fixture
 async def node() -> AsyncIterator[PrefillNode]:
-    async with open_prefill("p0") as opened:
+    async with open_prefill("p0") as opened, paired(opened) as offer:
+        opened.pairing_id = offer.pairing_id
         yield opened
         await assert_nothing_held(opened.engine)
 
 
-def _start(node: PrefillNode, *, transports: tuple[str, ...] = (), output: tuple[int, ...] = (), **params: Any) -> prefill_pb2.PrefillRequest:
+def _start(node: PrefillNode, *, transport: str = "", output: tuple[int, ...] = (), **params: Any) -> prefill_pb2.PrefillRequest:
     sampling = sampling_of(params)
     return prefill_pb2.PrefillRequest(
         start=prefill_pb2.PrefillStart(
             request_id="r",
-            layout=kv_layout_to_proto(node.engine.model.layout),
+            pairing_id=node.pairing_id,
             prompt_token_ids=PROMPT,
             output_token_ids=output,
             sampling_params=sampling_params_to_proto(sampling),
             sample_index=sampling.sample_index,
-            transports=transports,
+            transport=transport,
         )
     )
 
@@ -53,12 +55,12 @@ async def _answers(node: PrefillNode, request: prefill_pb2.PrefillRequest) -> li
     return answers
 
 
-@pytest.mark.parametrize("transports", [(), ("inline",)])
-async def test_a_first_token_comes_for_each_sample_in_their_order(node: PrefillNode, transports: tuple[str, ...]) -> None:
-    done = (await _answers(node, _start(node, transports=transports, n=4, **WARM)))[-1].done
+@pytest.mark.parametrize("transport", ["", "inline"])
+async def test_a_first_token_comes_for_each_sample_in_their_order(node: PrefillNode, transport: str) -> None:
+    done = (await _answers(node, _start(node, transport=transport, n=4, **WARM)))[-1].done
     assert [first.token_id for first in done.first_tokens] == [stream[0] for stream in alone_streams(PROMPT, n=4, **WARM)]
     assert done.computed_tokens == len(PROMPT)
-    assert done.num_blocks == (8 if transports else 0)
+    assert done.num_blocks == (8 if transport else 0)
 
 
 async def test_the_sample_index_says_whose_noise_it_is(node: PrefillNode) -> None:
@@ -98,7 +100,8 @@ async def test_several_samples_have_no_output_in_common(node: PrefillNode) -> No
 async def test_a_long_run_of_log_probabilities_comes_in_bounded_messages() -> None:
     prompt = [100 + number % 800 for number in range(600)]
     limits = EngineLimits(max_num_seqs=8, max_num_batched_tokens=1024, max_prefill_tokens_per_step=1024)
-    async with open_prefill("p0", num_blocks=256, max_model_len=1024, limits=limits) as node:
+    async with open_prefill("p0", num_blocks=256, max_model_len=1024, limits=limits) as node, paired(node) as offer:
+        node.pairing_id = offer.pairing_id
         request = _start(node, prompt_logprobs=0)
         request.start.prompt_token_ids[:] = prompt
         sizes = [len(answer.prompt_logprobs.logprobs) for answer in (await _answers(node, request))[:-1]]

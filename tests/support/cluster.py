@@ -52,6 +52,8 @@ class PrefillNode:
     server: RpcServer
     stub: Any
     channel: grpc.aio.Channel
+    pairing_id: str = ""
+    """Of a test that pairs by hand."""
 
     async def kill(self) -> None:
         """Its connections break at once, as when the process dies."""

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from checks.refusals import DECODE_GENERATE, PREFILL, READ_KV, BadInput, Code, Facts, Make, bytes_field
+from checks.refusals import DECODE_GENERATE, PAIR, PREFILL, READ_KV, WRITE_KV, BadInput, Code, Facts, Make, bytes_field
 from tandem.v1 import kv_pb2
 from tandem.v1.decode_pb2 import DecodeServiceGenerateRequest
 from tandem.v1.generation_pb2 import SamplingParams, TokenIds
-from tandem.v1.prefill_pb2 import Copied, PrefillRequest, PrefillStart, ReadKvRequest
+from tandem.v1.prefill_pb2 import Copied, PairChoice, PairRequest, PairStart, PrefillRequest, PrefillStart, ReadKvRequest, WriteKvRequest
 
 _PARAMS = "sampling_params."
+_PAIRED_S = 3600.0
 Build = Callable[[Facts], dict[str, Any]]
 Request = Callable[[Facts, dict[str, Any]], Any]
 """A good message but for the given fields; those that it has not are its sampling parameters'."""
@@ -24,8 +26,24 @@ def _decode(facts: Facts, fields: dict[str, Any]) -> Any:
 
 
 def _prefill(facts: Facts, fields: dict[str, Any]) -> Any:
-    given = {"request_id": "r", "prompt_token_ids": [1, 2, 3], "layout": facts.layout, "transports": ["inline"], "process_id": "another"} | fields
+    given = {"request_id": "r", "prompt_token_ids": [1, 2, 3], "pairing_id": facts.pairing_id, "transport": "inline"} | fields
     return PrefillRequest(start=PrefillStart(**_with_params(given, PrefillStart)))
+
+
+def _pair(facts: Facts, fields: dict[str, Any]) -> Any:
+    good: dict[str, Any] = {"layout": facts.layout, "process_id": "another", "boot_id": "another", "transports": ["inline"], "nonce": bytes(32)}
+    return PairRequest(start=PairStart(**good | fields))
+
+
+@asynccontextmanager
+async def open_pairing(prefill: Any, facts: Facts) -> AsyncIterator[str]:
+    """A pairing as another process's, by its id, that lasts as long as the block."""
+    call = prefill.Pair(timeout=_PAIRED_S)
+    try:
+        await call.write(_pair(facts, {}))
+        yield (await call.read()).pairing_id
+    finally:
+        call.cancel()
 
 
 def _with_params(fields: dict[str, Any], message: Any) -> dict[str, Any]:
@@ -111,33 +129,69 @@ def _other_layout(field: str) -> Build:
     return build
 
 
-def _at_prefill() -> Iterator[BadInput]:
-    row = BadInput("", "layout", _bytes(b""), Code.FAILED_PRECONDITION, reason="LAYOUT_MISMATCH", path=PREFILL)
+def _at_pair() -> Iterator[BadInput]:
+    row = BadInput("", "layout", _bytes(b""), Code.FAILED_PRECONDITION, reason="LAYOUT_MISMATCH", path=PAIR)
     for field in kv_pb2.KvLayout.DESCRIPTOR.fields:
-        yield replace(row, name=f"prefill: another {field.name}", make=_made(_prefill, _other_layout(field.name)))
-    yield replace(row, name="prefill: no layout", make=_made(_prefill, _given(layout=None)))
-    row = replace(row, about="transports", reason="NO_TRANSPORT")
-    for transports in (["pigeon"], ["memory"], [""]):
-        yield replace(row, name=f"prefill: transports {transports}", make=_made(_prefill, _given(transports=transports)))
+        if field.name != "block_size":  # what copying converts
+            yield replace(row, name=f"pair: another {field.name}", make=_made(_pair, _other_layout(field.name)))
+    yield replace(row, name="pair: no layout", make=_made(_pair, _given(layout=None)))
+    row = BadInput("", "", _bytes(b""), path=PAIR)
+    yield replace(row, name="pair: an empty message", field="step")
+    choice = PairRequest(choice=PairChoice(transport="inline")).SerializeToString()
+    yield replace(row, name="pair: a choice before anything", make=_bytes(choice), field="step")
+    for what, name, fields in (
+        ("no nonce", "nonce", {"nonce": b""}),
+        ("a nonce of a megabyte", "nonce", {"nonce": bytes(1 << 20)}),
+        ("no transports", "transports", {"transports": []}),
+        ("a transport without a name", "transports", {"transports": [""]}),
+        ("a hundred transports", "transports", {"transports": ["inline"] * 100}),
+        ("a long process id", "process_id", {"process_id": "p" * 10_000}),
+        ("a long boot id", "boot_id", {"boot_id": "b" * 10_000}),
+        ("a long device", "device_uuid", {"device_uuid": "d" * 10_000}),
+        ("staging beyond memory", "nixl_staging", {"nixl_staging": kv_pb2.NixlStaging(base_address=2**64 - 1, num_slots=2, slot_bytes=1)}),
+        ("an agent of a megabyte", "nixl_staging", {"nixl_staging": kv_pb2.NixlStaging(agent_metadata=bytes(1 << 20))}),
+    ):
+        yield replace(row, name=f"pair: {what}", about=name, make=_made(_pair, _given(**fields)), field=f"start.{name}")
+    yield replace(row, name="pair: bytes at random", make=_bytes(bytes(range(255, 0, -1))), field="request")
+
+
+def _at_prefill() -> Iterator[BadInput]:
+    row = BadInput("", "pairing_id", _bytes(b""), Code.FAILED_PRECONDITION, reason="PAIRING_UNKNOWN", path=PREFILL)
+    for pairing_id in ("", "0" * 32, "0" * 10_000):
+        yield replace(row, name=f"prefill: pairing {pairing_id[:40]}, {len(pairing_id)} digits", make=_made(_prefill, _given(pairing_id=pairing_id)))
     row = BadInput("", "", _bytes(b""), path=PREFILL)
+    for transport in ("pigeon", "memory", "shared_memory"):
+        make = _made(_prefill, _given(transport=transport))
+        yield replace(row, name=f"prefill: by {transport}, which was not offered", about="transport", make=make, field="transport")
     yield replace(row, name="prefill: an empty message", field="step")
     copied = PrefillRequest(copied=Copied(hold_id="x", num_blocks=1)).SerializeToString()
     yield replace(row, name="prefill: Copied before anything", make=_bytes(copied), field="step")
     nothing = _made(_prefill, _given(max_tokens=0))
-    yield replace(row, name="prefill: transports for no token", about="transports", make=nothing, field="transports")
-    cached = _made(_prefill, _given(num_cached_blocks=2**32 - 1))
-    yield replace(row, name="prefill: more cached blocks than the prompt has", about="num_cached_blocks", make=cached, field="num_cached_blocks")
+    yield replace(row, name="prefill: a transport for no token", about="transport", make=nothing, field="transport")
+    cached = _made(_prefill, _given(num_cached_tokens=2**32 - 1))
+    yield replace(row, name="prefill: more cached tokens than the prompt has", about="num_cached_tokens", make=cached, field="num_cached_tokens")
 
 
-def _at_read_kv() -> Iterator[BadInput]:
-    for what, request in {
-        "nothing": ReadKvRequest(),
-        "an unknown hold": ReadKvRequest(hold_id="0" * 32, num_blocks=1),
-        "a hold of a megabyte": ReadKvRequest(hold_id="0" * (1 << 20), num_blocks=2**32 - 1),
-    }.items():
-        make = _made(lambda _, fields: fields["it"], _given(it=request))
-        yield BadInput(f"read: {what}", "hold_id", make, Code.FAILED_PRECONDITION, reason="HOLD_UNKNOWN", path=READ_KV)
-    yield BadInput("read: bytes at random", "", _bytes(bytes(range(255, 0, -1))), field="request", path=READ_KV)
+def _at_transfers() -> Iterator[BadInput]:
+    row = BadInput("", "hold_id", _bytes(b""), Code.FAILED_PRECONDITION)
+    for path, door, request in ((READ_KV, "read", _read), (WRITE_KV, "write", _write)):
+        for what, fields, about, reason in (
+            ("no pairing", {"pairing_id": ""}, "pairing_id", "PAIRING_UNKNOWN"),
+            ("an unknown pairing", {"pairing_id": "0" * 32}, "pairing_id", "PAIRING_UNKNOWN"),
+            ("an unknown hold", {"hold_id": "0" * 32, "num_blocks": 1}, "hold_id", "HOLD_UNKNOWN"),
+            ("a hold of a megabyte", {"hold_id": "0" * (1 << 20), "num_blocks": 2**32 - 1}, "hold_id", "HOLD_UNKNOWN"),
+        ):
+            named = reason if path == READ_KV or about == "pairing_id" else "NO_TRANSPORT"
+            yield replace(row, name=f"{door}: {what}", about=about, make=_made(request, _given(**fields)), reason=named, path=path)
+        yield BadInput(f"{door}: bytes at random", "", _bytes(bytes(range(255, 0, -1))), field="request", path=path)
 
 
-BAD_PEERS: tuple[BadInput, ...] = (*_at_both(), *_at_decode(), *_at_prefill(), *_at_read_kv())
+def _read(facts: Facts, fields: dict[str, Any]) -> Any:
+    return ReadKvRequest(**{"pairing_id": facts.pairing_id} | fields)
+
+
+def _write(facts: Facts, fields: dict[str, Any]) -> Any:
+    return WriteKvRequest(**{"pairing_id": facts.pairing_id} | fields)
+
+
+BAD_PEERS: tuple[BadInput, ...] = (*_at_both(), *_at_decode(), *_at_pair(), *_at_prefill(), *_at_transfers())

@@ -8,7 +8,7 @@ import re
 import statistics
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from checks.bad_inputs import BAD_INPUTS, ODD_INPUTS
-from checks.bad_peers import BAD_PEERS
+from checks.bad_peers import BAD_PEERS, open_pairing
 from checks.cluster import Cluster, num_held, running_cluster
-from checks.refusals import DECODE_GENERATE, MAX_LATENCY_S, PREFILL, READ_KV, BadInput, Facts, in_flight, raw_channel, send
+from checks.refusals import DECODE_GENERATE, MAX_LATENCY_S, BadInput, Facts, in_flight, raw_channel, send
 from checks.verdict import Check, quick
 from cli.stack import StackOptions
 from gateway.served_model import ServedModel
@@ -36,8 +36,7 @@ _SERVICES = {
     "decode-0": "tandem.v1.DecodeService",
     "prefill-0": "tandem.v1.PrefillService",
 }
-_DOORS_OF_PEERS = {DECODE_GENERATE: "decode-0", PREFILL: "prefill-0", READ_KV: "prefill-0"}
-_ROWS = (*(("gateway", row) for row in BAD_INPUTS), *((_DOORS_OF_PEERS[row.path], row) for row in BAD_PEERS))
+_ROWS = (*(("gateway", row) for row in BAD_INPUTS), *(("decode-0" if row.path == DECODE_GENERATE else "prefill-0", row) for row in BAD_PEERS))
 """Each with the service that it is sent to."""
 
 
@@ -166,7 +165,9 @@ async def _running_table(check: Check, model: Path) -> AsyncIterator[tuple[Table
     options = StackOptions(model, prefill_args=worker, decode_args=worker, gateway_args=f"--max-model-len={_MAX_MODEL_LEN}")
     async with running_cluster(options, Path("out/check-input.log")) as cluster, AsyncExitStack() as opened:
         channels = {name: await opened.enter_async_context(raw_channel(address)) for name, address in cluster.stack.addresses.items()}
-        yield Table(check, cluster, channels, await _facts(cluster, model)), cluster.stack.pids
+        facts = await _facts(cluster, model)
+        pairing_id = await opened.enter_async_context(open_pairing(cluster.prefill, facts))
+        yield Table(check, cluster, channels, replace(facts, pairing_id=pairing_id)), cluster.stack.pids
 
 
 async def run(check: Check, model: Path) -> tuple[list[Measured], dict[str, int]]:

@@ -18,8 +18,10 @@ from tandem.v1 import kv_pb2
 GENERATE = "/tandem.v1.GatewayService/Generate"
 GENERATE_UNARY = "/tandem.v1.GatewayService/GenerateUnary"
 DECODE_GENERATE = "/tandem.v1.DecodeService/Generate"
+PAIR = "/tandem.v1.PrefillService/Pair"
 PREFILL = "/tandem.v1.PrefillService/Prefill"
 READ_KV = "/tandem.v1.PrefillService/ReadKv"
+WRITE_KV = "/tandem.v1.PrefillService/WriteKv"
 MAX_LATENCY_S = 0.010
 """Median time in which a light row is refused."""
 
@@ -36,6 +38,8 @@ class Facts:
     longest_token_chars: int = 64
     layout: kv_pb2.KvLayout = field(default_factory=kv_pb2.KvLayout)
     """That of the workers' pools."""
+    pairing_id: str = ""
+    """A pairing with the prefill worker that lasts, and was offered `inline` alone."""
     limits: RequestLimits = field(default_factory=RequestLimits)
     control_tokens: Mapping[str, int] = field(default_factory=dict)
     """Special tokens by their text, which in what a user says is nothing but text."""
@@ -104,10 +108,11 @@ async def send(channel: Any, row: BadInput, request: bytes) -> Refusal:
 
 async def _run(channel: Any, path: str, request: bytes, timeout_s: float) -> None:
     """Reads to the end. Without serializers: bytes go out and come in as they are."""
-    if path == GENERATE_UNARY:
+    if path in (GENERATE_UNARY, WRITE_KV):
         await channel.unary_unary(path)(request, timeout=timeout_s)
         return
-    call = channel.stream_stream(path)(iter((request,)), timeout=timeout_s) if path == PREFILL else channel.unary_stream(path)(request, timeout=timeout_s)
+    in_stream = path in (PAIR, PREFILL)
+    call = channel.stream_stream(path)(iter((request,)), timeout=timeout_s) if in_stream else channel.unary_stream(path)(request, timeout=timeout_s)
     try:
         async for _ in call:
             pass

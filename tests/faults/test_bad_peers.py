@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
-from checks.bad_peers import BAD_PEERS
+from checks.bad_peers import BAD_PEERS, open_pairing
 from checks.refusals import DECODE_GENERATE, BadInput, Facts, raw_channel, send
 from engine.proto import kv_layout_to_proto
 from tests.support.cluster import Cluster, open_cluster
@@ -36,7 +37,8 @@ async def doors(cluster: Cluster) -> AsyncIterator[dict[bool, Any]]:
 async def test_a_peers_mistake_is_refused_as_the_table_says(row: BadInput, cluster: Cluster, doors: dict[bool, Any]) -> None:
     model = cluster.decode.engine.model
     facts = Facts("fake", VOCAB_SIZE, model.max_model_len, layout=kv_layout_to_proto(model.layout))
-    refusal = await send(doors[row.path == DECODE_GENERATE], row, row.make(facts))
+    async with open_pairing(cluster.prefills[0].stub, facts) as pairing_id:
+        refusal = await send(doors[row.path == DECODE_GENERATE], row, row.make(replace(facts, pairing_id=pairing_id)))
     assert refusal.difference(row) == ""
     await cluster.assert_nothing_held()
     answer = await cluster.generate(cluster.request([1, 2, 3], max_tokens=2))

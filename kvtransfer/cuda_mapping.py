@@ -19,6 +19,7 @@ from kvtransfer.cuda_kernels import VECTOR_BYTES
 from kvtransfer.cuda_pool import CudaBlocks, CudaPool
 from kvtransfer.cuda_runtime import HANDLE_BYTES, CudaError, CudaRuntime, Gather, Numbers, ids_of
 from kvtransfer.errors import HandoverProtocolError, NoTransportError, SourceGoneError, StaleBlockError
+from kvtransfer.held_blocks import held_blocks
 
 _log = logging.getLogger(__name__)
 
@@ -105,9 +106,8 @@ class Mapping:
 
         Raises HandoverProtocolError, StaleBlockError, SourceGoneError.
         """
-        source_ids, due, destination_ids = ids_of(ids), ids_of(generations), ids_of(to_ids)
-        if not len(ids) == len(generations) == len(to_ids) or (source_ids >= self.blocks.num_blocks).any() or not (due & 1).all():
-            raise HandoverProtocolError("a run that does not say of each block where it is, and in which generation")
+        held, due = held_blocks(ids, generations, num_blocks=self.blocks.num_blocks, num_rows=len(to_ids))
+        source_ids, destination_ids = ids_of(held), ids_of(to_ids)
         if to.block_bytes != self.blocks.block_bytes or (destination_ids >= to.num_blocks).any():
             raise HandoverProtocolError("prefill's pool has blocks of another size than it told of, or the destination has fewer")
         self._check(source_ids, due)

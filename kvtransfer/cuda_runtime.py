@@ -124,7 +124,7 @@ class CudaRuntime(Protocol):
         ...
 
 
-def ids_of(ids: Sequence[int]) -> Numbers:
+def ids_of(ids: Sequence[int] | npt.NDArray[np.int64]) -> Numbers:
     """Block ids, or generations, as kernels take them."""
     return np.asarray(ids, np.uint32)
 

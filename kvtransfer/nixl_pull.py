@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from kvtransfer.errors import HandoverProtocolError, StaleBlockError
+from kvtransfer.errors import StaleBlockError
+from kvtransfer.held_blocks import Generations, Ids, held_blocks
 from kvtransfer.memories import Blocks
 from kvtransfer.nixl_agent import NixlAgent
 from kvtransfer.nixl_pieces import Region, Row, matching, one_piece
@@ -56,35 +57,28 @@ class NixlPull:
 
     async def read(self, ready: kv_pb2.KvReady, blocks: Blocks, to: Sequence[int]) -> None:
         """See KvReader."""
-        ids, generations = self._announced(ready, len(to))
+        ids, generations = held_blocks(ready.block_ids, ready.generations, num_blocks=self._num_blocks, num_rows=len(to))
         async with self._registered(blocks):
             await self._look(ids, generations, "before it was copied")
             own, remote = Row(blocks.ctypes.data, blocks.shape[1]), Row(self._source.base_address, blocks.shape[1])
-            await self.agent.transfer("READ", self._peer, *matching(own, to, remote, ids))
+            await self.agent.transfer("READ", self._peer, *matching(own, to, remote, ids.tolist()))
             await self._look(ids, generations, "while it was copied")
 
     def close(self, reason: str = "the reader is closed") -> None:
         """Idempotent, no await."""
         self.agent.close(reason)
 
-    def _announced(self, ready: kv_pb2.KvReady, num_rows: int) -> tuple[list[int], list[int]]:
-        """The run's ids and generations. Raises HandoverProtocolError for what cannot be those of held blocks."""
-        ids, generations = list(ready.block_ids), list(ready.generations)
-        if not ready.num_blocks == len(ids) == len(generations) == num_rows:
-            raise HandoverProtocolError(f"{len(ids)} ids and {len(generations)} generations came for {ready.num_blocks} blocks in {num_rows} places")
-        if not ids or max(ids) >= self._num_blocks or not all(generation % 2 for generation in generations):
-            raise HandoverProtocolError(f"a block is none of the pool's {self._num_blocks}, or its generation is not that of a held block")
-        return ids, generations
-
-    async def _look(self, ids: Sequence[int], generations: Sequence[int], when: str) -> None:
+    async def _look(self, ids: Ids, generations: Generations, when: str) -> None:
         """Raises StaleBlockError unless the pool has these generations now."""
         table = Row(self._source.generations_address, 4)
         for start in range(0, len(ids), _MAX_LOOKED_AT):
-            part = ids[start : start + _MAX_LOOKED_AT]
+            part, due = ids[start : start + _MAX_LOOKED_AT], generations[start : start + _MAX_LOOKED_AT]
             async with self._looking:
-                await self.agent.transfer("READ", self._peer, *matching(Row(self._generations.ctypes.data, 4), range(len(part)), table, part))
-                found = self._generations[: len(part)].tolist()
-            if found != list(generations[start : start + _MAX_LOOKED_AT]):
+                found = self._generations[: len(part)]
+                found[:] = 0  # no held block's: what does not arrive is not taken for what arrived last time
+                await self.agent.transfer("READ", self._peer, *matching(Row(found.ctypes.data, 4), range(len(part)), table, part.tolist()))
+                held = bool((found == due).all())
+            if not held:
                 raise StaleBlockError(f"a block was given to another use {when}")
 
     @asynccontextmanager

@@ -9,20 +9,18 @@ from enum import Enum
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 
-from kvtransfer.block_copy import CopyBlocks, CopyStop, Ids, copy_blocks, load_copy
+from kvtransfer.block_copy import CopyBlocks, CopyStop, copy_blocks, load_copy
 from kvtransfer.copying import run_to_its_end
 from kvtransfer.descriptor_sockets import DescriptorSockets, fetch, socket_path
-from kvtransfer.errors import HandoverProtocolError, NoTransportError, SourceGoneError, StaleBlockError
+from kvtransfer.errors import NoTransportError, SourceGoneError, StaleBlockError
+from kvtransfer.held_blocks import Generations, Ids, held_blocks
 from kvtransfer.host_pool import HostPool
 from kvtransfer.mapped_pool import MappedPool, PoolPlan
 from kvtransfer.memories import Blocks, host_array
 from kvtransfer.pairing import Pairing, pairing_key, require_same_host
 from kvtransfer.transport import Probe, Rows
 from tandem.v1 import kv_pb2, prefill_pb2
-
-Generations = npt.NDArray[np.uint32]
 
 
 class SharedMemorySource:
@@ -107,7 +105,7 @@ class SharedMemoryReader:
     async def read(self, ready: kv_pb2.KvReady, to: Rows) -> None:
         """See KvReader."""
         pool = self._mapped()
-        block_ids, generations = _announced(ready, pool.plan.num_blocks, len(to.ids))
+        block_ids, generations = held_blocks(ready.block_ids, ready.generations, num_blocks=pool.plan.num_blocks, num_rows=len(to.ids))
         blocks = host_array(to.memory)
         outcome = [_Outcome.STOPPED]
 
@@ -142,13 +140,3 @@ class SharedMemoryReader:
         if not self._copy_blocks(pool.blocks, block_ids, blocks, to.ids, stop):
             return _Outcome.STOPPED
         return _Outcome.COPIED if pool.are_held(block_ids, generations) else _Outcome.STALE_AFTER
-
-
-def _announced(ready: kv_pb2.KvReady, num_blocks: int, num_rows: int) -> tuple[Ids, Generations]:
-    """The run's ids and generations. Raises HandoverProtocolError for what cannot be those of held blocks."""
-    block_ids, generations = np.array(ready.block_ids, np.int64), np.array(ready.generations, np.uint32)
-    if not ready.num_blocks == len(block_ids) == len(generations) == num_rows:
-        raise HandoverProtocolError(f"{len(block_ids)} ids and {len(generations)} generations came for {ready.num_blocks} blocks in {num_rows} places")
-    if (block_ids >= num_blocks).any() or not (generations % 2 == 1).all():
-        raise HandoverProtocolError(f"a block is none of the pool's {num_blocks}, or its generation is not that of a held block")
-    return block_ids, generations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,7 +26,9 @@ from rpc.client import outgoing
 from rpc.errors import StatusError
 from tandem.v1 import prefill_pb2, prefill_pb2_grpc
 
+_LOG = logging.getLogger(__name__)
 _METHOD = "tandem.v1.PrefillService/Pair"
+_PREPARE_S = 10.0
 _CONNECT_S = 1.0
 _ANSWER_S = 15.0  # prefill gives each of its transports 10 s to be offered
 _MAX_BLOCK_SIZE = 1 << 16
@@ -100,12 +103,21 @@ class PairingAttempt:
         for reader in self.readers.usable:
             try:
                 if isinstance(reader, PreparedReader):
-                    await reader.prepare()
+                    async with asyncio.timeout(_PREPARE_S):
+                        await reader.prepare()
                 usable.append(reader)
-            except NoTransportError as error:
+            except Exception as error:  # what a library does beyond its promises costs its own transport, not the pairing
                 reader.close()
-                unusable[reader.name] = str(error)
+                unusable[reader.name] = self._why_not(reader.name, error)
         self.readers = Readers(usable, unusable)
+
+    def _why_not(self, name: str, error: Exception) -> str:
+        if isinstance(error, NoTransportError):
+            return str(error)
+        if isinstance(error, TimeoutError):
+            return f"it was not ready within {_PREPARE_S:g} s"
+        _LOG.error("transport %s failed while it was prepared", name, exc_info=error)
+        return f"{type(error).__name__}: {error}"
 
     def _greet(self) -> None:
         if not self.readers.usable:

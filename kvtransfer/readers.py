@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -18,6 +19,8 @@ from kvtransfer.nixl_reader import NixlReader
 from kvtransfer.nixl_settings import NixlSettings
 from kvtransfer.shared_memory import SharedMemoryReader
 from kvtransfer.transport import NAMES, KvReader
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,4 +103,7 @@ def make_readers(names: Iterable[str], parts: ReaderParts) -> Readers:
             usable.append(_MAKERS[name](parts))
         except NoTransportError as error:
             unusable[name] = str(error)
+        except Exception as error:  # what a library does beyond its promises costs its own transport, not the others
+            _log.exception("transport %s cannot be used", name)
+            unusable[name] = f"{type(error).__name__}: {error}"
     return Readers(usable, unusable)

@@ -144,6 +144,9 @@ async def open_sources(parts: SourceParts, names: Sequence[str]) -> AsyncIterato
                 by_name[name] = await stack.enter_async_context(_OPENERS[name](parts))
             except (HandoverError, ImportError, OSError) as error:
                 missing[name] = str(error) or type(error).__name__
+            except Exception as error:  # what a library does beyond its promises costs its own transport, not the others
+                _log.exception("transport %s cannot be opened", name)
+                missing[name] = f"{type(error).__name__}: {error}"
         for name, reason in missing.items():
             _log.info("transport %s is not offered: %s", name, reason)
         _log.info("KV is offered by %s", ", ".join(by_name) or "no transport")

@@ -10,9 +10,10 @@ from typing import Any
 import grpc
 import pytest
 
-from decode_svc import pairing
+from decode_svc import pairing, pairing_attempt
 from decode_svc.peers import KvSettings
 from decode_svc.pool import FailurePolicy
+from kvtransfer import readers, sources
 from kvtransfer.errors import SourceGoneError, StalledError
 from kvtransfer.inline import InlineReader
 from kvtransfer.memory import MemoryReader
@@ -191,6 +192,33 @@ async def test_an_offer_that_cannot_be_costs_an_attempt_and_no_token(change: str
         assert [(report.path, report.num_failed_attempts) for report in answer.prompts] == [(LOCAL_FALLBACK, 1)]
         await until(lambda: not len(cluster.prefills[0].pool.pairings))
         await cluster.assert_nothing_held()
+
+
+@pytest.mark.parametrize("error", [RuntimeError("a library broke"), None], ids=["raises", "never ends"])
+async def test_a_reader_that_cannot_be_prepared_costs_its_own_transport_only(error: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def prepare(reader: MemoryReader) -> None:
+        await (asyncio.Event().wait() if error is None else asyncio.sleep(0))
+        assert error
+        raise error
+
+    monkeypatch.setattr(pairing_attempt, "_PREPARE_S", 0.05)
+    monkeypatch.setattr(MemoryReader, "prepare", prepare, raising=False)
+    async with open_cluster(transports=["memory", "inline"]) as cluster:
+        assert _path(cluster).transport == "inline"
+        assert ("a library broke" if error else "not ready within 0.05 s") in _path(cluster).reason
+        await _expect_handover(cluster)
+
+
+async def test_what_cannot_be_made_or_opened_at_all_costs_its_own_transport_only(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("a library broke")
+
+    monkeypatch.setattr(readers, "MemoryReader", broken)
+    monkeypatch.setattr(sources, "DescriptorSockets", broken)
+    async with open_cluster(transports=["shared_memory", "memory", "inline"]) as cluster:
+        assert _path(cluster).transport == "inline"
+        assert "memory: RuntimeError: a library broke" in _path(cluster).reason
+    assert "transport shared_memory cannot be opened" in caplog.text
 
 
 async def test_a_pairing_that_prefill_does_not_know_fails_the_attempt_and_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:

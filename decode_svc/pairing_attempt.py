@@ -67,7 +67,7 @@ class PairingAttempt:
 
     parts: PairingParts
     readers: Readers
-    start: prefill_pb2.PairStart = field(init=False)
+    start: prefill_pb2.PairStart = field(init=False, repr=False)
 
     @classmethod
     def of(cls, parts: PairingParts, transports: Sequence[str]) -> Self:

@@ -18,7 +18,7 @@ import struct
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvtransfer.errors import HandoverProtocolError, NoTransportError
@@ -42,8 +42,8 @@ _ACCEPT_RETRY_S = 1.0
 
 @dataclass(slots=True)
 class _Published:
-    key: bytes
-    payload: bytes
+    key: bytes = field(repr=False)
+    payload: bytes = field(repr=False)
     fds: list[int]
     fetched: bool = False
 
@@ -225,7 +225,7 @@ def _listens(path: Path) -> bool:
 class Fetched:
     """What prefill published for a pairing. `fetch` closes the descriptors at its end: who needs one for longer maps or duplicates it."""
 
-    payload: bytes
+    payload: bytes = field(repr=False)
     fds: tuple[int, ...]
 
 

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
+import numpy as np
+
 from kvtransfer.block_copy import CopyStop, copy_blocks, load_copy
 from kvtransfer.copying import run_to_its_end
 from kvtransfer.errors import HoldUnknownError, NoTransportError, SourceGoneError
@@ -77,10 +79,16 @@ class MemoryReader:
 
     async def probe(self) -> Probe:
         """See KvReader."""
-        probe = self._pool().pool.probe
-        started = time.perf_counter()
-        content = await asyncio.get_running_loop().run_in_executor(self._executor, bytes, probe)
-        return Probe(content, time.perf_counter() - started)
+        source = np.frombuffer(self._pool().pool.probe, np.uint8)
+        content, elapsed = np.zeros(len(source), np.uint8), list[float]()
+
+        def move() -> None:
+            started = time.perf_counter()
+            np.copyto(content, source)
+            elapsed.append(time.perf_counter() - started)
+
+        await run_to_its_end(self._executor, lambda _: move(), CopyStop())
+        return Probe(content.data, elapsed[0])
 
     async def read(self, ready: kv_pb2.KvReady, to: Rows) -> None:
         """See KvReader."""

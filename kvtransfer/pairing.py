@@ -46,7 +46,7 @@ def proof(key: bytes, role: str) -> bytes:
 class Pairing:
     """Prefill's record of one Pair RPC."""
 
-    start: prefill_pb2.PairStart
+    start: prefill_pb2.PairStart = field(repr=False)
     pairing_id: str = field(default_factory=lambda: secrets.token_hex(16))
     nonce: bytes = field(default_factory=lambda: secrets.token_bytes(NONCE_BYTES), repr=False)
 

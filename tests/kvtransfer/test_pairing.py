@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import cast
 
 import pytest
 
+from engine.kv_cache import HostKvCache, KvLayout
+from kvtransfer.descriptor_sockets import Fetched, _Published
 from kvtransfer.errors import HandoverProtocolError, NoTransportError
+from kvtransfer.hold import Holds
+from kvtransfer.host_pool import HostPool
+from kvtransfer.memory import MemoryReader, MemorySource
 from kvtransfer.pairing import NONCE_BYTES, PROCESS_ID, Pairing, boot_id, pairing_key, proof, require_same_host, sources_by_name
+from kvtransfer.quarantine import Quarantine
+from kvtransfer.transport import References
 from tandem.v1 import kv_pb2, prefill_pb2
 
 _A, _B = b"a" * NONCE_BYTES, b"b" * NONCE_BYTES
@@ -57,3 +68,24 @@ def test_offers_of_transports_that_this_build_does_not_know_are_left_out() -> No
     unknown = kv_pb2.KvSource.FromString(b"\x7a\x00")  # field 15
     inline = kv_pb2.KvSource(inline=kv_pb2.InlineSource(chunk_bytes=1))
     assert dict(sources_by_name(prefill_pb2.PairResponse(sources=[unknown, inline]))) == {"inline": inline}
+
+
+def test_nothing_that_both_ends_keep_to_themselves_is_shown() -> None:
+    start = prefill_pb2.PairStart(nonce=b"secret" + _A[6:], nixl_staging=kv_pb2.NixlStaging(agent_metadata=b"secret"))
+    for one in (Pairing(start), Fetched(b"secret", (1,)), _Published(b"secret", b"secret", [])):
+        assert "secret" not in repr(one)
+
+
+async def test_a_probe_from_memory_counts_its_copy_and_no_wait_for_a_thread() -> None:
+    cache, busy = HostKvCache(KvLayout("f", "float16", 1, 1, 8, 16), 2), threading.Event()
+    with ThreadPoolExecutor(1) as executor:
+        source, reader = MemorySource(HostPool(cache), Holds(cast(References, None), Quarantine())), MemoryReader(executor)
+        pairing = Pairing(prefill_pb2.PairStart(process_id=PROCESS_ID))
+        await reader.attach(prefill_pb2.PairResponse(pairing_id=pairing.pairing_id), await source.offer(pairing))
+        executor.submit(busy.wait, 10)
+        asyncio.get_running_loop().call_later(0.3, busy.set)
+        probe = await reader.probe()
+        source.close()
+    assert bytes(probe.content) == cache.probe.tobytes()
+    assert probe.elapsed_s < 0.3
+    cache.close()

@@ -8,11 +8,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NoReturn
 
 from checks.handover_faults_kinds import IN_TRANSIT, Kind
 from checks.handover_faults_lanes import INLINE, SHARED_MEMORY, lanes
 from checks.handover_faults_parts import Counts, Outcome, Part, Questions, parts_of, run_part
-from checks.handover_faults_process import fork_server
+from checks.handover_faults_process import WorkerEndedError, fork_server
 from checks.handover_faults_rounds import NotInjectedError, Tally
 from checks.tiny_models import write_tiny_model
 from checks.verdict import Check, quick
@@ -105,8 +106,8 @@ def main() -> None:
     with TemporaryDirectory() as directory:
         try:
             outcomes = asyncio.run(_run(write_tiny_model(Path(directory) / "model"), _parts()))
-        except* NotInjectedError as errors:
-            check.void("; ".join(map(str, errors.exceptions)))
+        except ExceptionGroup as errors:
+            _end_early(check, errors)
     _print_table(outcomes)
     sums = _judge(check, outcomes)
     check.details["faults"] = [
@@ -115,6 +116,18 @@ def main() -> None:
     ]
     names = ("kinds", "injected", "detected", "wrong", "failed", "held", "not_serving", "control_injected", "control_wrong")
     check.end({name: sums[name] for name in names})
+
+
+def _end_early(check: Check, errors: ExceptionGroup[Exception]) -> NoReturn:
+    """Raises what is the check's own mistake."""
+    ended, rest = errors.split(WorkerEndedError)
+    if ended is not None:
+        check.goal(False, f"a service is not alive: {'; '.join(map(str, ended.exceptions))}; see {_LOG}")
+        check.end({})
+    not_injected, rest = errors.split(NotInjectedError)
+    if not_injected is None or rest is not None:
+        raise errors
+    check.void("; ".join(map(str, not_injected.exceptions)))
 
 
 def _details(tally: Tally) -> dict[str, object]:

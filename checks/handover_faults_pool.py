@@ -64,7 +64,8 @@ class FaultyPool:
 
     async def make_stale(self, first_block: int, num_blocks: int, seed: int) -> int:
         """One of these blocks of the open hold has another content and is held for it. Returns how many have."""
-        pool_ids = self._hold().pool_ids[first_block : first_block + num_blocks]
+        hold = await self._computed()
+        pool_ids = hold.pool_ids[first_block : first_block + num_blocks]
         cache = self._the_engine().kv_cache
         block = random.Random(seed).choice(pool_ids)
         # Given back, and taken again: odd as it was.
@@ -74,11 +75,8 @@ class FaultyPool:
 
     async def reuse(self, first_block: int, num_blocks: int, seed: int) -> int:
         """Gives the hold's blocks back behind its RPC and computes another prompt into the whole pool. Returns how many of these blocks have other bytes."""
-        engine, hold = self._the_engine(), self._hold()
+        engine, hold = self._the_engine(), await self._computed()
         pool_ids = hold.pool_ids[first_block : first_block + num_blocks]
-        async with asyncio.timeout(_HELD_S):
-            while hold.num_announced_blocks < hold.num_blocks or not (await engine.report()).sequences_by_state.get(SequenceState.HELD.value):  # noqa: ASYNC110
-                await asyncio.sleep(_POLL_S)
         before = engine.kv_cache.blocks[list(pool_ids)]
         engine.release(self._seq_id)
         engine.drop(hold.reader_id)
@@ -87,10 +85,17 @@ class FaultyPool:
         after = engine.kv_cache.blocks[list(pool_ids)]
         return int((before != after).any(axis=1).sum())
 
-    def _hold(self) -> Hold:
+    async def _computed(self) -> Hold:
+        """The open hold, once its prompt is computed: what is done to its blocks then is the hand-over's affair alone."""
         assert self._holds is not None
         (hold,) = self._holds
+        async with asyncio.timeout(_HELD_S):
+            while hold.num_announced_blocks < hold.num_blocks or not await self._num_held():  # noqa: ASYNC110
+                await asyncio.sleep(_POLL_S)
         return hold
+
+    async def _num_held(self) -> int:
+        return (await self._the_engine().report()).sequences_by_state.get(SequenceState.HELD.value, 0)
 
     def _the_engine(self) -> AsyncEngine:
         assert self._engine is not None

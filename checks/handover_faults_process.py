@@ -35,6 +35,10 @@ def fork_server() -> ForkServerContext:
     return context
 
 
+class WorkerEndedError(Exception):
+    """A worker has ended, or does not answer, and nobody killed it."""
+
+
 class WorkerProcess:
     """One worker under a name and an address that outlive its process."""
 
@@ -72,7 +76,7 @@ class WorkerProcess:
         while True:
             assert self._process is not None
             if self._process.exitcode is not None:
-                raise RuntimeError(f"{self.name} ended with {self._process.exitcode}; see {self._spec.log}")
+                raise WorkerEndedError(f"{self.name} ended with {self._process.exitcode}; see {self._spec.log}")
             with suppress(OSError), socket.create_connection((host, int(port)), timeout=1.0):
                 return
             await asyncio.sleep(_POLL_S)
@@ -140,7 +144,7 @@ class WorkerProcess:
         self._process.kill()
         await asyncio.to_thread(self._process.join, _STOP_S)
         if self._process.exitcode != -signal.SIGKILL:
-            raise RuntimeError(f"{self.name} ended with {self._process.exitcode} before it was killed; see {self._spec.log}")
+            raise WorkerEndedError(f"{self.name} ended with {self._process.exitcode} before it was killed; see {self._spec.log}")
 
     async def stop(self) -> None:
         """SIGTERM; a process that does not drain in its time is killed and an error."""
@@ -153,7 +157,7 @@ class WorkerProcess:
             self._process.kill()
         await self._let_go()
         if code != 0:
-            raise RuntimeError(f"{self.name} ended with {code}; see {self._spec.log}")
+            raise WorkerEndedError(f"{self.name} ended with {code}; see {self._spec.log}")
 
     async def _let_go(self) -> None:
         self._process = None
@@ -166,7 +170,10 @@ class WorkerProcess:
 
 
 def _ask(line: Connection, name: str, arguments: tuple[object, ...]) -> object:
-    line.send((name, arguments))
+    try:
+        line.send((name, arguments))
+    except OSError as error:
+        raise WorkerEndedError(f"a worker cannot be asked for {name}: {error}") from error
     answer = _receive(line)
     if isinstance(answer, Exception):
         raise answer
@@ -174,6 +181,9 @@ def _ask(line: Connection, name: str, arguments: tuple[object, ...]) -> object:
 
 
 def _receive(line: Connection) -> Any:
-    if not line.poll(_ANSWER_S):
-        raise TimeoutError("a worker does not answer the check")
-    return line.recv()
+    try:
+        if line.poll(_ANSWER_S):
+            return line.recv()
+    except (EOFError, OSError) as error:
+        raise WorkerEndedError(f"a worker was lost: {type(error).__name__}") from error
+    raise WorkerEndedError(f"a worker did not answer in {_ANSWER_S:g} s")

@@ -23,6 +23,16 @@ class NotInjectedError(Exception):
     """A fault did not happen: the run proves nothing."""
 
 
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A prompt, and what one process answers."""
+
+    prompt: Prompt
+    answer: list[int]
+    salt: bytes
+    """Its own: no prefix cache has any of it, unless it is asked again."""
+
+
 @dataclass
 class Stream:
     """What a client got."""
@@ -55,8 +65,9 @@ class Tally:
 class Rounds:
     """Faults and plain hand-overs in turn, over prompts whose right answers are known."""
 
-    def __init__(self, cluster: Cluster, prompts: Sequence[Prompt], answers: Sequence[Sequence[int]], seed: int) -> None:
+    def __init__(self, cluster: Cluster, prompts: Sequence[Prompt], answers: Sequence[Sequence[int]], seed: int, *, verifies: bool = True) -> None:
         self.cluster = cluster
+        self._verifies = verifies
         self.tallies: dict[Kind, Tally] = {}
         self._turns = itertools.cycle(zip(prompts, answers, strict=True))
         self._seeds = itertools.count(seed)
@@ -69,41 +80,47 @@ class Rounds:
         return tally
 
     async def _one(self, kind: Kind, tally: Tally) -> None:
-        prompt, answer = next(self._turns)
+        question = self._next()
         if kind is Kind.KILLED_DECODE:
-            stream, detected = await self._with_killed_decode(prompt, answer)
+            stream, detected = await self._with_killed_decode(question)
         else:
             before = Counter(await self.cluster.decode.failures())
-            stream = await self._with_fault(Order(kind, next(self._seeds)), prompt)
+            stream = await self._with_fault(Order(kind, next(self._seeds)), question)
             tally.reasons += Counter(await self.cluster.decode.failures()) - before
             detected = stream.report.num_failed_attempts == 1
         tally.injected += 1
         tally.detected += detected
         tally.by[stream.report.prefill_instance or "decode"] += 1
-        self._judge(stream, answer, tally)
-        await self._plainly(tally)
+        self._judge(stream, question, tally)
+        # Every second time the same once more: a block of the failed copy that a prefix cache took in would be seen. What is overwritten behind the ledger of
+        # prefill's pool stays in its own cache.
+        again = self._verifies and kind not in STALE and tally.injected % 2
+        await self._plainly(tally, question if again else self._next())
 
-    def _judge(self, stream: Stream, answer: Sequence[int], tally: Tally) -> None:
+    def _next(self) -> Question:
+        prompt, answer = next(self._turns)
+        return Question(prompt, list(answer), secrets.token_bytes(8))
+
+    def _judge(self, stream: Stream, question: Question, tally: Tally) -> None:
         tally.failed += bool(stream.error)
-        tally.wrong += stream.tokens != list(answer)[: len(stream.tokens) if stream.error else None]
+        tally.wrong += stream.tokens != question.answer[: len(stream.tokens) if stream.error else None]
 
-    async def _plainly(self, tally: Tally) -> None:
+    async def _plainly(self, tally: Tally, question: Question) -> None:
         """The next hand-over, on the same path. A request that finds a worker unpaired makes it try again at once."""
         while not await self.cluster.is_paired():
-            prompt, answer = next(self._turns)
-            self._judge(await self._generate(prompt), answer, tally)
-        prompt, answer = next(self._turns)
-        stream = await self._generate(prompt)
-        self._judge(stream, answer, tally)
+            other = self._next()
+            self._judge(await self._generate(other), other, tally)
+        stream = await self._generate(question)
+        self._judge(stream, question, tally)
         went = (stream.report.path, stream.report.prefill_instance, stream.report.num_failed_attempts, stream.handover.transport)
         tally.unhealed += went != (decode_pb2.PROMPT_PATH_HANDOVER, self.cluster.prefill.name, 0, self.cluster.transport)
 
-    async def _with_fault(self, order: Order, prompt: Prompt) -> Stream:
+    async def _with_fault(self, order: Order, question: Question) -> Stream:
         cluster = self.cluster
         worker = cluster.prefill if order.kind in IN_STREAM else cluster.decode
         before = (await worker.injected()).get(order.kind, 0)
         await worker.order(order)
-        streaming = asyncio.create_task(self._generate(prompt))
+        streaming = asyncio.create_task(self._generate(question))
         if order.kind in PAUSING:
             at = await self._paused(streaming)
             await self._do(order, at)
@@ -132,11 +149,11 @@ class Rounds:
         if not await prefill.do(deed, at.first_block, at.num_blocks, order.seed):
             raise NotInjectedError(f"{order} changed nothing in the blocks {at}")
 
-    async def _with_killed_decode(self, prompt: Prompt, answer: Sequence[int]) -> tuple[Stream, bool]:
+    async def _with_killed_decode(self, question: Question) -> tuple[Stream, bool]:
         """What the client got before and, as a gateway would ask for it, behind the restart. Detected: the stream broke and prefill let everything go."""
         cluster = self.cluster
         await cluster.decode.order(Order(Kind.KILLED_DECODE, next(self._seeds)))
-        streaming = asyncio.create_task(self._generate(prompt))
+        streaming = asyncio.create_task(self._generate(question))
         await self._paused(streaming)
         await cluster.decode.kill()
         cut = await streaming
@@ -144,9 +161,9 @@ class Rounds:
         await cluster.decode.start()
         await cluster.decode.ready()
         await cluster.paired()
-        if not cut.error or cut.tokens != list(answer)[: len(cut.tokens)]:
+        if not cut.error or cut.tokens != question.answer[: len(cut.tokens)]:
             return cut, False
-        rest = await self._generate(prompt, cut.tokens)
+        rest = await self._generate(question, cut.tokens)
         return rest, let_go
 
     async def nothing_held(self, role: str = "") -> bool:
@@ -159,13 +176,13 @@ class Rounds:
             await asyncio.sleep(_POLL_S)
         return True
 
-    async def _generate(self, prompt: Prompt, output: Sequence[int] = ()) -> Stream:
-        """As a gateway asks; under a salt of its own, so that no prefix cache has any of it."""
-        params = generation_pb2.SamplingParams(max_tokens=prompt.num_output_tokens, temperature=0.0, ignore_eos=True, seed=1)
+    async def _generate(self, question: Question, output: Sequence[int] = ()) -> Stream:
+        """As a gateway asks."""
+        params = generation_pb2.SamplingParams(max_tokens=question.prompt.num_output_tokens, temperature=0.0, ignore_eos=True, seed=1)
         request = decode_pb2.DecodeServiceGenerateRequest(
             request_id="fault",
-            tenant_salt=secrets.token_bytes(8),
-            prompt_token_ids=prompt.token_ids,
+            tenant_salt=question.salt,
+            prompt_token_ids=question.prompt.token_ids,
             output_token_ids=output,
             sampling_params=params,
             prefill_instance=self.cluster.prefill.name,

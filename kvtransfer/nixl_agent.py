@@ -68,9 +68,19 @@ class NixlAgent:
     every `tick_s`, if that is given.
     """
 
-    def __init__(self, nixl: Any, regions: Sequence[Region], *, tick_s: float | None = None, max_transfer_s: float = MAX_TRANSFER_S) -> None:
+    def __init__(
+        self,
+        nixl: Any,
+        regions: Sequence[Region],
+        *,
+        tick_s: float | None = None,
+        max_transfer_s: float = MAX_TRANSFER_S,
+        begin: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`begin` is called first, on the agent's thread; when it fails there is no agent."""
         self._nixl = nixl
         self._regions = list(regions)
+        self._begin = begin
         self._tick_s = tick_s
         self._max_transfer_s = max_transfer_s
         self.opened: Future[bytes] = Future()
@@ -219,6 +229,7 @@ class NixlAgent:
             self._end()
 
     def _open(self) -> bytes:
+        self._begin()
         config = self._nixl.nixl_agent_config(enable_prog_thread=False, num_threads=0, backends=["UCX"])
         self._agent = self._nixl.nixl_agent(secrets.token_hex(16), config)
         for region in self._regions:

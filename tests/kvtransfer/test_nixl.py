@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import importlib
+import mmap
 import os
 import resource
 import signal
@@ -20,7 +21,8 @@ import grpc
 import numpy as np
 import pytest
 
-from kvtransfer import nixl_push
+from engine.kv_cache import populate
+from kvtransfer import nixl_push, nixl_staging
 from kvtransfer.errors import DigestError, HandoverError, HandoverProtocolError, NoTransportError, SourceGoneError, StalledError, TransferError
 from kvtransfer.nixl_agent import MAX_DESCRIPTORS, NixlAgent
 from kvtransfer.nixl_pieces import Region, Row, matching, one_piece
@@ -399,6 +401,23 @@ async def _agents_have_ended(prefill: Prefill) -> None:
 
 def _thread_names() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "nixl"]
+
+
+async def test_a_staging_region_gets_its_memory_off_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+
+    def populate_there(memory: mmap.mmap) -> None:
+        threads.append(threading.current_thread())
+        populate(memory)
+
+    monkeypatch.setattr(nixl_staging, "populate", populate_there)
+    staging = NixlStaging(load_nixl(_settings("write")))
+    try:
+        await staging.agent.metadata()
+        assert [thread.name for thread in threads] == ["nixl"]
+    finally:
+        staging.close()
+        await asyncio.wrap_future(staging.agent.ended)
 
 
 def test_without_devices_or_without_the_package_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

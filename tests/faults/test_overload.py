@@ -45,7 +45,7 @@ async def test_a_burst_of_ten_times_the_capacity_is_served_in_order_or_told_when
         await request.ended()
     served = [request for request in requests if request.outcome == ("OK", "")]
     refused = [request for request in requests if request not in served]
-    assert len(served) >= 2 * _CAPACITY and len(refused) >= len(requests) - _CAPACITY - _QUEUE
+    assert len(served) >= 2 * _CAPACITY and refused  # how many are refused depends on how many have ended before the last one comes
     for request in refused:
         assert request.outcome in (("RESOURCE_EXHAUSTED", "QUEUE_FULL"), ("RESOURCE_EXHAUSTED", "QUEUE_TIMEOUT"))
         assert request.status is not None and request.status.retry_after_s

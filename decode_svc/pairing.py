@@ -137,6 +137,8 @@ class PeerPairing:
 
     async def _pause(self, backoff_s: float) -> None:
         """Until the next attempt, which a request that waits wants at once."""
+        # Who waited for the attempt that has just ended leaves first: he would seem to ask for one more, and attempts that fail without a wait would never end.
+        await asyncio.sleep(0)
         if self._num_waiting:
             return
         self._wanted.clear()

@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from decode_svc import pairing, pairing_attempt
+from decode_svc.pairing_attempt import NotPairedError
 from decode_svc.peers import KvSettings
 from decode_svc.pool import FailurePolicy
 from kvtransfer import readers, sources
@@ -109,6 +110,27 @@ async def test_a_request_without_a_pairing_waits_for_one_and_reserves_nothing_me
         answer = await asyncio.wait_for(running.task, 10)
         assert answer.token_ids == alone(PROMPT)
         assert answer.prompts[0].num_failed_attempts == 0
+        await cluster.assert_nothing_held()
+
+
+async def test_an_attempt_that_fails_without_a_wait_is_made_once_for_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_attempts = 0
+
+    async def fail(_: pairing_attempt.PairingAttempt) -> Any:
+        nonlocal num_attempts
+        num_attempts += 1
+        if num_attempts > 20:
+            await asyncio.sleep(60)  # the loop would never turn again
+        raise NotPairedError("nothing can be made")
+
+    monkeypatch.setattr(pairing_attempt.PairingAttempt, "run", fail)
+    monkeypatch.setattr(pairing, "_MIN_BACKOFF_S", 60.0)
+    async with open_prefill("p0") as prefill, open_decode(addresses([prefill])) as decode:
+        cluster = Cluster([prefill], decode)
+        await until(lambda: num_attempts == 1)
+        answer = await cluster.generate(cluster.request(PROMPT))
+        assert [(report.path, report.num_failed_attempts) for report in answer.prompts] == [(LOCAL_FALLBACK, 1)]
+        assert num_attempts == 2
         await cluster.assert_nothing_held()
 
 

@@ -47,6 +47,8 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
                 if request is grpc.aio.EOF or request.WhichOneof("step") != "start":
                     raise invalid_argument("step", "the first message must be start")
                 pairing = self._pool.pairings.find(request.start.pairing_id)
+                # On their own: a first message that is cut off when the pairing ends would leave gRPC unable to send the status, and decode waiting for it.
+                await context.send_initial_metadata(())
                 with pairing.working():
                     await Conversation(self._pool, check_prompt(request.start, self._pool, pairing), context).run()
 

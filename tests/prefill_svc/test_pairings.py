@@ -15,6 +15,7 @@ from engine.proto import kv_layout_to_proto, sampling_params_to_proto
 from engine.sampling_params import SamplingParams
 from kvtransfer.pairing import sources_by_name
 from prefill_svc import pairings
+from prefill_svc.conversation import Conversation
 from rpc.errors import StatusError
 from tandem.v1 import prefill_pb2
 from tests.support.cluster import PrefillNode, open_prefill, until
@@ -194,6 +195,19 @@ async def test_the_end_of_a_pairing_ends_what_works_under_it(node: PrefillNode, 
         await assert_nothing_held(node.engine)
         again, _ = await _held(node, other.pairing_id)
         again.cancel()
+
+
+async def test_a_pairing_that_ends_while_the_first_answer_is_sent_still_says_so(node: PrefillNode, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = Conversation._write
+
+    async def cut(talk: Conversation, **step: Any) -> None:
+        asyncio.get_running_loop().call_soon(node.pool.pairings.find(talk._prompt.pairing_id).end)
+        await write(talk, **step)
+
+    monkeypatch.setattr(Conversation, "_write", cut)
+    async with paired(node) as offer:
+        status = await asyncio.wait_for(_refused(await _prefill(node, offer.pairing_id)), 5)
+        assert (status.code, status.reason) == (grpc.StatusCode.ABORTED, "PAIRING_ENDED")
 
 
 async def test_decode_going_away_ends_its_pairing(node: PrefillNode) -> None:

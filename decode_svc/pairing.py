@@ -112,7 +112,7 @@ class PeerPairing:
         while True:
             began = loop.time()
             try:
-                paired, reasons = await self._attempt(self._allowed())
+                paired, reasons = await self._pair()
             except NotPairedError as error:
                 self._not_paired(error)
             else:
@@ -121,6 +121,16 @@ class PeerPairing:
                 backoff_s = _MIN_BACKOFF_S if loop.time() - began > _SETTLED_S else backoff_s
             await self._pause(backoff_s)
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
+
+    async def _pair(self) -> tuple[Paired, dict[str, str]]:
+        """By a transport that may be chosen, or by any: one that failed is better than none."""
+        try:
+            return await self._attempt(self._allowed())
+        except NotPairedError:
+            if not self._banned:
+                raise
+            self._banned.clear()
+            return await self._attempt(self._allowed())
 
     async def _attempt(self, transports: list[str]) -> tuple[Paired, dict[str, str]]:
         self._num_attempts += 1
@@ -177,20 +187,30 @@ class PeerPairing:
         if paired.ended.done():  # the instance was gone, and not the transport at fault
             chosen.close()
             return
-        self._banned[failed] = asyncio.get_running_loop().time() + BAN_S
+        self._ban(failed)
         self._take(chosen, {**reasons, failed: reason})
 
     async def _choose_freely(self, paired: Paired) -> None:
-        """The time of a ban is over."""
+        """The time of a ban is over: what is preferred is tried, now and, if it is not to be had, after the time of another one."""
         allowed = self._allowed()
-        if allowed.index(paired.path.transport) == 0:
+        place = allowed.index(paired.path.transport)
+        if place == 0:
             return
         try:
-            chosen, reasons = await self._attempt(allowed)
+            chosen, reasons = await self._attempt(allowed[: place + 1])
         except NotPairedError as error:
             _LOG.warning("KV from %s stays on %s: %s", self._parts.instance, paired.path.transport, error)
-            return
-        self._take(chosen, reasons)
+        else:
+            if chosen.path.transport != paired.path.transport:
+                self._take(chosen, reasons)
+                return
+            chosen.close()
+            _LOG.info("KV from %s stays on %s: %s", self._parts.instance, paired.path.transport, reasons)
+        for name in allowed[:place]:
+            self._ban(name)
+
+    def _ban(self, name: str) -> None:
+        self._banned[name] = asyncio.get_running_loop().time() + BAN_S
 
     def _allowed(self) -> list[str]:
         now = asyncio.get_running_loop().time()

@@ -48,6 +48,11 @@ def is_own_cancel() -> bool:
     return task is None or task.cancelling() > 0
 
 
+def is_own_end(remaining_s: float) -> bool:
+    """The deadline of this RPC has as good as passed: what fails now, fails by it."""
+    return remaining_s <= _OWN_END_S
+
+
 @contextmanager
 def attempt_at(instance: str, context: grpc.aio.ServicerContext[object, object], *, resumes: bool) -> Iterator[None]:
     """Sorts what leaves the block: StatusError for the caller's own end or mistake, AttemptFailedError for the rest; a cancel of this RPC stays one.
@@ -72,7 +77,7 @@ def attempt_at(instance: str, context: grpc.aio.ServicerContext[object, object],
 def _sort(error: grpc.aio.AioRpcError, instance: str, context: grpc.aio.ServicerContext[object, object], resumes: bool) -> StatusError | AttemptFailedError:
     code = error.code()
     remaining: float | None = context.time_remaining()
-    if code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED) and remaining is not None and remaining <= _OWN_END_S:
+    if code in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED) and remaining is not None and is_own_end(remaining):
         return deadline_exceeded("prefill")
     status = StatusError.of(error)
     if code is grpc.StatusCode.INVALID_ARGUMENT and not resumes:

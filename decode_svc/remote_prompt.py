@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 import grpc
 
 from decode_svc.computed_prompt import ComputedPrompt, ask
-from decode_svc.failures import AttemptFailedError, attempt_at
+from decode_svc.failures import AttemptFailedError, attempt_at, is_own_end
 from decode_svc.generate_rpc import GenerateRpc
 from decode_svc.job import Job
 from decode_svc.paired import Paired
@@ -19,6 +19,7 @@ from decode_svc.prefill_call import PrefillCall, prefill_call
 from kvtransfer.errors import HandoverProtocolError
 from kvtransfer.handover import Handover
 from kvtransfer.path import Destination
+from rpc.errors import deadline_exceeded
 from tandem.v1 import decode_pb2
 from telemetry import spans
 from telemetry.tracing import AttributeValue, SpanEvent, record_span
@@ -35,6 +36,8 @@ async def paired_with(peer: PrefillPeer, rpc: GenerateRpc) -> AsyncIterator[Pair
         paired = await peer.pairing.paired(rpc.timeout_s())
     except NotPairedError as error:
         _record_wait(started_ns, rpc, peer, error="NOT_PAIRED")
+        if is_own_end(rpc.remaining_s):
+            raise deadline_exceeded("pairing") from error
         reason = "NOT_PAIRED" if error.pairs else grpc.StatusCode.FAILED_PRECONDITION.name
         raise AttemptFailedError(peer.name, reason, str(error), pairs=error.pairs) from error
     _record_wait(started_ns, rpc, peer)

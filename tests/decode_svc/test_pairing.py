@@ -150,6 +150,21 @@ async def test_a_request_waits_for_a_pairing_no_longer_than_its_bound(max_tokens
         await cluster.assert_nothing_held()
 
 
+@pytest.mark.parametrize("max_tokens", [1, 8])
+async def test_a_deadline_that_passes_while_a_pairing_is_waited_for_is_the_callers_own(max_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def never(_: InlineReader) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(InlineReader, "probe", never)
+    async with open_prefill("p0") as prefill, open_decode(addresses([prefill]), policy=FailurePolicy(max_local_prefill_tokens=0)) as decode:
+        cluster = Cluster([prefill], decode)
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await cluster.generate(cluster.request(PROMPT, max_tokens=max_tokens), timeout_s=0.3)
+        assert (StatusError.of(ended.value).code, StatusError.of(ended.value).metadata) == (grpc.StatusCode.DEADLINE_EXCEEDED, {"phase": "pairing"})
+        assert decode.pool.metrics.kv_transfer_failures("NOT_PAIRED")._value.get() == 0
+        await cluster.assert_nothing_held()
+
+
 @pytest.mark.parametrize("who", ["prefill", "decode"])
 async def test_layouts_that_differ_are_refused_by_field_whoever_looks(who: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if who == "decode":

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from typing import Final
 
 from telemetry.spans import SEGMENTS
 
 ENVIRONMENT_VARIABLE: Final = "TANDEM_FAILPOINTS"
 _delays_s: dict[str, float] = {}
+_num_waiting: Counter[str] = Counter()
 
 
 def configure_failpoints(text: str) -> None:
@@ -40,7 +42,16 @@ def active_failpoints() -> dict[str, float]:
 async def failpoint(name: str) -> None:
     """Waits as long as the point says."""
     if _delays_s and name in _delays_s:
-        await asyncio.sleep(_delays_s[name])
+        _num_waiting[name] += 1
+        try:
+            await asyncio.sleep(_delays_s[name])
+        finally:
+            _num_waiting[name] -= 1
+
+
+def num_waiting_at(name: str) -> int:
+    """How many of this process's RPCs wait at a point now."""
+    return _num_waiting[name]
 
 
 def failpoint_sync(name: str) -> None:

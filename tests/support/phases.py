@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from rpc.failpoints import configure_failpoints
+from rpc.failpoints import configure_failpoints, num_waiting_at
 from tests.support.cluster import Cluster
 
 Phase = tuple[Callable[[Cluster], None], Callable[[Cluster], bool]]
@@ -43,7 +43,7 @@ def _is_held(cluster: Cluster) -> bool:
 IN_PREFILL: dict[str, Phase] = {
     "prefill.queue": (_failpoint("prefill.queue"), lambda cluster: cluster.prefills[0].server.num_active_rpcs == 1),
     "prefill": (gate_prefill, lambda cluster: cluster.prefills[0].device.entered.is_set()),
-    "first token": (_failpoint("prefill"), _is_held),
+    "first token": (_failpoint("prefill"), lambda cluster: num_waiting_at("prefill") == 1),
     "kv_transfer": (_failpoint("kv_transfer"), _is_held),
     "kv.hold": (_failpoint("kv.hold"), _is_held),
 }

@@ -24,6 +24,8 @@ _KV_REASONS = (
     (StalledError, "STALLED"),
     (HandoverProtocolError, "PROTOCOL"),
 )
+MAX_DESCRIPTION_CHARS = 512
+"""More of what a peer says is not repeated: a status with too much text is lost on its way, and a report is sent again and again."""
 PAIRING_UNKNOWN = "PAIRING_UNKNOWN"
 """Prefill knows no such pairing: what another attempt there would not meet."""
 
@@ -35,10 +37,10 @@ class AttemptFailedError(Exception):
     """
 
     def __init__(self, instance: str, reason: str, description: str, *, pairs: bool = True) -> None:
-        super().__init__(f"{instance}: {description}")
         self.instance = instance
         self.reason = reason
-        self.description = description
+        self.description = description[:MAX_DESCRIPTION_CHARS]
+        super().__init__(f"{instance}: {self.description}")
         self.pairs = pairs
 
 

@@ -12,7 +12,7 @@ from typing import Any, Self, TypeVar
 
 import grpc
 
-from decode_svc.failures import is_own_cancel
+from decode_svc.failures import MAX_DESCRIPTION_CHARS, is_own_cancel
 from decode_svc.paired import FailpointPath, Paired
 from engine.proto import kv_layout_from_proto, kv_layout_to_proto
 from kvtransfer.choice import Chosen, choose
@@ -39,7 +39,7 @@ class NotPairedError(Exception):
     """There is no pairing with an instance. `pairs` is False when the two pools do not pair, which no other attempt can change as long as both run."""
 
     def __init__(self, description: str, *, pairs: bool = True) -> None:
-        super().__init__(description)
+        super().__init__(description[:MAX_DESCRIPTION_CHARS])
         self.pairs = pairs
 
 

@@ -18,6 +18,8 @@ _log = logging.getLogger(__name__)
 _NUM_PROBES = 3
 _STEP_TIMEOUT_S = 10.0
 """For attaching, and for each probe."""
+_MAX_REFUSAL_CHARS = 256
+"""More than this is not repeated, in logs and in every report, whatever the peer says."""
 MAX_PROBE_BYTES = 64 << 20
 """More than this is not asked of a peer, and no memory given to it, whatever the peer says."""
 
@@ -41,7 +43,7 @@ async def choose(offer: prefill_pb2.PairResponse, readers: Sequence[KvReader], *
     try:
         for reader in readers:
             if reader.name not in sources:
-                reasons[reader.name] = offer.refusals.get(reader.name, "prefill does not offer it")
+                reasons[reader.name] = offer.refusals.get(reader.name, "prefill does not offer it")[:_MAX_REFUSAL_CHARS]
                 continue
             try:
                 bytes_per_s = await _attach_and_measure(reader, offer, sources[reader.name], step_timeout_s)

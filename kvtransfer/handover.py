@@ -89,12 +89,15 @@ class Handover:
         return self.record.num_blocks
 
     async def guard(self, step: Awaitable[_T]) -> _T:
-        """Awaits a step of the conversation, and raises what ended the reading if that fails first; the step is then cancelled."""
+        """Awaits a step of the conversation, and raises what ended the reading if that fails first; the step is then cancelled.
+
+        Where both have ended the step tells more: a hold that is closed ends reads, and why it was closed is in the status of the RPC.
+        """
         waiting = asyncio.ensure_future(step)
         try:
             while not waiting.done():
-                await asyncio.wait({waiting, self._task} if not self._task.done() else {waiting}, return_when=asyncio.FIRST_COMPLETED)
                 self._raise_failure()
+                await asyncio.wait({waiting, self._task} if not self._task.done() else {waiting}, return_when=asyncio.FIRST_COMPLETED)
             return await waiting
         finally:
             waiting.cancel()

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from kvtransfer.errors import HandoverError, HandoverProtocolError, NoTransportError
+from kvtransfer.handover import Handover
 from kvtransfer.hold import Hold
 from kvtransfer.memory import MemorySource
 from kvtransfer.pairing import Pairing
@@ -98,6 +99,36 @@ async def test_a_read_that_fails_ends_the_step_that_was_waited_for() -> None:
         with pytest.raises(HandoverError):
             await handover.guard(step())
         await asyncio.wait_for(cancelled.wait(), 5)
+        handover.stop()
+
+
+async def _failed(ends: Ends) -> Handover:
+    """One whose reading has failed: prefill's side never announced what it was told of."""
+    handover = ends.handover(await ends.reserve(PROMPT), PROMPT)
+    handover.announce(ends.ready(ends.hold(0, 6), 0, 6))
+    await handover.stopped()
+    return handover
+
+
+async def test_a_step_behind_a_read_that_has_failed_is_not_waited_for() -> None:
+    async with open_ends("memory") as ends:
+        await ends.compute(PROMPT)
+        handover = await _failed(ends)
+        with pytest.raises(HandoverError):
+            await asyncio.wait_for(handover.guard(asyncio.Event().wait()), 5)
+        handover.stop()
+
+
+async def test_a_step_that_has_failed_too_says_why() -> None:
+    async with open_ends("memory") as ends:
+        await ends.compute(PROMPT)
+        reserved = await ends.reserve(PROMPT)
+        handover, step = ends.handover(reserved, PROMPT), asyncio.get_running_loop().create_future()
+        guarding = asyncio.ensure_future(handover.guard(step))
+        handover._task.add_done_callback(lambda _: step.set_exception(LookupError("the status")))
+        handover.announce(ends.ready(ends.hold(0, 6), 0, 6))
+        with pytest.raises(LookupError):
+            await guarding
         handover.stop()
 
 

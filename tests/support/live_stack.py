@@ -51,6 +51,7 @@ class LiveStack:
         """Log lines by service, of all its starts."""
         self.stack = Stack(options, self._take_line)
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._requests: list[LiveRequest] = []
         self._children: dict[str, ServiceProcess] = self.stack._children  # a Stack itself never restarts a service: its users want to hear of an end
 
     def _take_line(self, name: str, line: str) -> None:
@@ -91,9 +92,18 @@ class LiveStack:
         """Names of all workers whose process lives."""
         return [name for name, child in self._children.items() if not name.startswith("gateway") and not child.exited.done()]
 
-    def ask(self, prompt: Iterable[int], *, timeout_s: float = 30.0, **params: Any) -> LiveRequest:
-        """Sends a request in tokens; `params` as of `request_of`."""
-        return LiveRequest(self.gateway, request_of(prompt, **params), timeout_s)
+    def ask(self, prompt: Iterable[int], at: gateway_pb2_grpc.GatewayServiceStub | None = None, /, *, timeout_s: float = 30.0, **params: Any) -> LiveRequest:
+        """Sends a request in tokens, to the first gateway if no other is given; `params` as of `request_of`."""
+        request = LiveRequest(at or self.gateway, request_of(prompt, **params), timeout_s)
+        self._requests.append(request)
+        return request
+
+    def cancel_requests(self) -> None:
+        """Leaves every request that has not ended."""
+        for request in self._requests:
+            if request.code is None:
+                request.cancel()
+        self._requests.clear()
 
     # What the services say
 

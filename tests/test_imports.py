@@ -17,7 +17,7 @@ _ROOT = Path(__file__).parent.parent
 _ALLOWED: dict[str, frozenset[str]] = {
     "tandem_client": frozenset({"tandem"}),
     "bench": frozenset({"tandem_client", "tandem", "rpc", "telemetry", "capacity"}),
-    "cli": frozenset({"tandem_client", "tandem", "rpc", "telemetry", "capacity"}),
+    "cli": frozenset({"bench", "tandem_client", "tandem", "rpc", "telemetry", "capacity"}),
     "simulate": frozenset({"engine", "gateway.admission", "gateway.ledger", "gateway.router", "capacity"}),
     "gateway": frozenset({"tandem", "rpc", "telemetry", "capacity"}),
     "prefill_svc": frozenset({"tandem", "rpc", "telemetry", "engine", "kvtransfer", "worker", "capacity"}),

@@ -22,6 +22,8 @@ _ALL = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 _GIVEN_UP_S = 9.0
 """Design trap 7: 4 s until the ping and 4 s for its answer."""
 _MARGIN_S = 3.0
+_UNDER_WAY_S = 0.5
+"""What a frozen process has sent has arrived by then."""
 _FROZEN = ("prefill-0", "decode-0", "gateway-1")
 _ENDLESS = 8000
 """Tokens; more than a fault lasts."""
@@ -40,9 +42,9 @@ async def stack(served_model: Path) -> AsyncIterator[LiveStack]:
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="session")
 async def nothing_of_a_failed_test(stack: LiveStack) -> AsyncIterator[None]:
-    """A test that fails leaves streams behind, and must not have the next ones fail for it."""
+    """A test that fails leaves streams and a gateway behind, and must not have the next ones fail for it."""
     yield
-    stack.cancel_requests()
+    await stack.clear()
 
 
 def _prompt(num_tokens: int) -> list[int]:
@@ -54,6 +56,7 @@ async def _whole(stack: LiveStack, *names: str) -> None:
     for name in ("gateway", *(names or _ALL)):
         await stack.ensure(name)
     await stack.wait_until_available(*(names or _ALL))
+    await stack.assert_nothing_held(workers=names or _ALL)
 
 
 async def _streaming(stack: LiveStack, max_tokens: int = _ENDLESS) -> list[LiveRequest]:
@@ -90,7 +93,11 @@ async def test_frozen_processes_are_given_up_and_serve_again_when_they_wake(stac
     await until(lambda: _have_ended(streams, 2), _GIVEN_UP_S + _MARGIN_S, "decode-0 is not given up")
     going_on = [stream for stream in streams if stream.code is None]
     await asyncio.gather(*(request.ended(_GIVEN_UP_S + 2 * _MARGIN_S) for request in computing))
+    # A prompt may have been computed, and its few tokens sent, between the look at it and the freeze.
+    came_through = [request for request in computing if request.outcome == ("OK", "") and request.ended_s < frozen_s + _UNDER_WAY_S]
     for request in (*computing, *(stream for stream in streams if stream not in going_on)):
+        if request in came_through:
+            continue
         if request.trailers["tandem-decode-instance"] == "decode-0":
             assert request.outcome == ("UNAVAILABLE", "DECODE_LOST")
             assert int(request.trailers.get("tandem-tokens-sent", 0)) == len(request.token_ids)

@@ -98,12 +98,15 @@ class LiveStack:
         self._requests.append(request)
         return request
 
-    def cancel_requests(self) -> None:
-        """Leaves every request that has not ended."""
+    async def clear(self) -> None:
+        """Leaves every request that has not ended, and ends a second gateway."""
         for request in self._requests:
             if request.code is None:
                 request.cancel()
         self._requests.clear()
+        if "gateway-1" in self._children:
+            await self.kill("gateway-1")
+            del self._children["gateway-1"]
 
     # What the services say
 
@@ -205,8 +208,7 @@ class LiveStack:
         """Drains everything; kills what a failed test left frozen."""
         for child in self._children.values():
             child.send(signal.SIGCONT)
-        if "gateway-1" in self._children:  # the Stack does not know it
-            await self.kill("gateway-1")
+        await self.clear()  # the Stack does not know a second gateway
         await self.stack.drain(_DRAIN_S)
 
 

@@ -18,7 +18,7 @@ class BrokenStreamError(Exception):
 
 
 class Completion:
-    """Text, tokens and finish of one sample. Tokens of a resume are taken first: their text was sent before, so it only sets the state."""
+    """Text, tokens and finish of one sample. Tokens of a resume are taken first: what they made certain was sent with them, so it only sets the state."""
 
     def __init__(self, index: int, request: ResolvedRequest, model: ServedModel) -> None:
         self.num_tokens = 0
@@ -30,6 +30,8 @@ class Completion:
         self._stop_strings = StopStrings(request.stop, include_in_output=request.include_stop_str_in_output)
         self._num_exempt = 0
         """Leading characters of the held text that the first min_tokens tokens completed: no stop string ends there."""
+        self._unsent = ""
+        """Of a resume that had ended: text that was held back behind its last token, and that only its end makes certain."""
         for token_id in request.output_token_ids:
             if not self.finished:
                 self._take_token(token_id)
@@ -81,8 +83,10 @@ class Completion:
             raise BrokenStreamError(f"sample {self.index} has ended for reason {message.finish.finish_reason}")
 
     def ended_message(self) -> gateway_pb2.GenerateResponse:
-        """The only message of a resume that had ended before."""
-        return self._ended(self._message())
+        """The only message of a resume that had ended before: whoever resumes it has its tokens, and not the message that ended it."""
+        response = self._message()
+        response.text = self._unsent
+        return self._ended(response)
 
     def _message(self) -> gateway_pb2.GenerateResponse:
         return gateway_pb2.GenerateResponse(request_id=self._request.request_id, index=self.index, position=self.num_tokens)
@@ -133,6 +137,6 @@ class Completion:
         if self.finished:
             return
         if token_id in self._request.stop_token_ids and self.num_tokens > self._request.min_tokens:
-            self.finish = generation_pb2.Finish(finish_reason=generation_pb2.FINISH_REASON_STOP, matched_token_id=token_id)
+            self._unsent = self._end(generation_pb2.Finish(finish_reason=generation_pb2.FINISH_REASON_STOP, matched_token_id=token_id))
         elif self.num_tokens >= self._request.max_tokens:
-            self.finish = generation_pb2.Finish(finish_reason=generation_pb2.FINISH_REASON_LENGTH)
+            self._unsent = self._end(generation_pb2.Finish(finish_reason=generation_pb2.FINISH_REASON_LENGTH))

@@ -205,23 +205,32 @@ def record_span(
 ) -> None:
     """Records a span that is over, from `time.monotonic_ns()` timestamps taken on any thread.
 
-    `parent` is what `current_context()` gave to the request; None (off, or not traced) records nothing. `error` is the `error.type`.
+    `parent` is what `current_context()` gave to the request; None (off, or not traced) records nothing. `error` is the `error.type`. On an event loop it is
+    made in the loop's next turn: what is over need not delay what comes next.
     """
     if _tracer is None or parent is None:
         return
-    offset_ns = _clock.offset_ns()
-    otel_span = _tracer.start_span(name, context=parent, kind=kind, attributes=attributes, start_time=started_ns + offset_ns)
-    for event_name, at_ns, event_attributes in events:
-        otel_span.add_event(event_name, event_attributes, at_ns + offset_ns)
-    if error is not None:
-        SpanHandle(otel_span).fail(error)
-    otel_span.end(end_time=ended_ns + offset_ns)
+    tracer, offset_ns, happened = _tracer, _clock.offset_ns(), tuple(events)
+
+    def make() -> None:
+        otel_span = tracer.start_span(name, context=parent, kind=kind, attributes=attributes, start_time=started_ns + offset_ns)
+        for event_name, at_ns, event_attributes in happened:
+            otel_span.add_event(event_name, event_attributes, at_ns + offset_ns)
+        if error is not None:
+            SpanHandle(otel_span).fail(error)
+        otel_span.end(end_time=ended_ns + offset_ns)
+
+    try:
+        asyncio.get_running_loop().call_soon(make)
+    except RuntimeError:
+        make()
 
 
 async def flush(timeout_s: float = _EXPORT_TIMEOUT_S) -> bool:
     """Exports what is waiting. False when it was not done within `timeout_s`."""
     if _provider is None:
         return True
+    await asyncio.sleep(0)  # what was recorded in this turn
     provider = _provider
     return await _in_thread(lambda: provider.force_flush(int(timeout_s * 1000)), timeout_s)
 
@@ -231,6 +240,7 @@ async def shutdown(timeout_s: float = _EXPORT_TIMEOUT_S) -> bool:
     global _provider, _tracer
     if _provider is None:
         return True
+    await asyncio.sleep(0)  # what was recorded in this turn
     provider, _provider, _tracer = _provider, None, None
     return await _in_thread(provider.shutdown, timeout_s)
 

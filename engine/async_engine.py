@@ -52,15 +52,18 @@ class SequenceStream:
         self._death: EngineDeadError | None = None
 
     async def get(self) -> list[Event]:
-        """Waits for at least one event and returns all that are there; raises EngineDeadError when the engine has died."""
+        """Waits for at least one event, or a nudge, and returns all that are there; raises EngineDeadError when the engine has died."""
         await self._arrived.wait()
-        if self._events:
-            events, self._events = self._events, []
-            if self._death is None:
-                self._arrived.clear()
-            return events
-        assert self._death is not None
-        raise self._death
+        events, self._events = self._events, []
+        if self._death is None:
+            self._arrived.clear()
+        elif not events:
+            raise self._death
+        return events
+
+    def nudge(self) -> None:
+        """Called on the loop: who waits in `get` is to look at something else."""
+        self._arrived.set()
 
     def push(self, event: Event) -> None:
         """Called on the loop."""
@@ -273,14 +276,22 @@ class AsyncEngine:
         self._engine.close()
 
     def _turn(self) -> bool:
-        """Waits for something to come, takes all that is there, then launches a step if none is in flight; False when told to stop."""
+        """Waits for something to come, takes all that is there, then launches a step if none is in flight; False when told to stop.
+
+        What was asked and what the last step brought is told first: a launch takes longer than all the rest.
+        """
         if not self._computing:
             self._beat += 1
         num_taken = self._take_calls()
+        told = bool(self._answers) or self._engine.has_events
+        if told:
+            self._tell()
         if not self._computing and not self._stopping:
             self._launch()
-        if num_taken or self._engine.has_events:
+        if self._engine.has_events or (num_taken and not told):
             self._tell()
+            told = True
+        if told:
             self._checked = False
         elif not self._checked and not self._computing:
             self._engine.check()

@@ -124,7 +124,7 @@ class Waves:
         trace = await self._trace_of(request_id, {_GATEWAY})
         cut = {span.name for span in trace if span.attributes.get(spans.CANCELLED) or spans.ERROR_TYPE in span.attributes}
         if spans.KV_HOLD in cut:
-            return spans.KV_TRANSFER  # after PrefillDone and before Confirmed
+            return spans.KV_TRANSFER  # after PrefillDone and before its RPC's end
         return next((phase for phase in _PHASES if phase in cut), "other")
 
     async def _trace_of(self, request_id: str, names: set[str]) -> tuple[ReceivedSpan, ...]:

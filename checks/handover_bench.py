@@ -68,6 +68,7 @@ class Bench:
         return {
             **{f"{name}_of_memcpy": round(measured.ratio(cell), 2) for name in self.usable if (cell := measured.cell(name))},
             "control_ms": round(paths[0].control_ms, 2),
+            "control_own_ms": round(paths[0].own_ms, 2),
             "hidden": round(overlaps[0].hidden_share, 2),
             "tpot_ratio": round(tpots[0].ratio("second_s"), 2),
             "gap_ratio": round(tpots[0].ratio("during_s"), 2),
@@ -119,7 +120,8 @@ class Bench:
             if cell is not None:
                 ratio = measured.ratio(cell)
                 self._check.goal(ratio >= least, f"{name} moves {ratio:.2f} of memcpy at {cell.mib} MiB, at least {least} is asked for")
-        self._check.goal(path.control_ms <= _MAX_CONTROL_MS, f"the control path takes {path.control_ms:.2f} ms, at most {_MAX_CONTROL_MS:g} is asked for")
+        own = f"the control path takes {path.own_ms:.2f} ms beyond a bare gRPC conversation of {path.bare_s * 1e3:.2f} ms"
+        self._check.goal(path.own_ms <= _MAX_CONTROL_MS, f"{own}, at most {_MAX_CONTROL_MS:g} is asked for")
         ratio = streams.ratio("second_s")
         self._check.goal(ratio <= _MAX_TPOT_RATIO, f"TPOT in the second of a hand-over is {ratio:.2f} of the control, at most {_MAX_TPOT_RATIO:g} is asked for")
 

@@ -22,6 +22,7 @@ from decode_svc.paired import Paired
 from decode_svc.pairing_attempt import PairingAttempt, PairingParts
 from kvtransfer.budget import ByteBudget
 from kvtransfer.handover import Handover
+from kvtransfer.hold import CONFIRMED
 from kvtransfer.memories import HostBlocks
 from kvtransfer.nixl_settings import NixlSettings
 from kvtransfer.path import Destination, PathParts
@@ -55,7 +56,7 @@ class Latency:
     """One hand-over by itself; seconds."""
 
     whole_s: float
-    """From the Prefill RPC's start to its end behind Confirmed."""
+    """From the Prefill RPC's start to the end that confirms it."""
     read_s: float
     """Of this, the reading of the blocks."""
 
@@ -164,8 +165,8 @@ class _Running:
         """Returns when prefill has confirmed and the RPC has ended."""
         copied = prefill_pb2.Copied(hold_id=self.ready.hold_id, num_blocks=self.ready.num_blocks)
         await self.call.write(prefill_pb2.PrefillRequest(copied=copied))
-        assert (await self._read()).HasField("confirmed")
         assert await self.call.read() is grpc.aio.EOF
+        assert dict(await self.call.trailing_metadata() or ())[CONFIRMED] == self.ready.hold_id
 
     async def _read(self) -> prefill_pb2.PrefillResponse:
         response = await self.call.read()

@@ -20,7 +20,7 @@ from checks.handover_bench_control import CONFIRM, CONTROL, RESERVE, SEGMENTS
 Details = Mapping[str, Any]
 _COLOURS = {"shared_memory": "#0b6e99", "nixl": "#c8553d", "nixl_read": "#e0a458", "inline": "#7a8b3c", "cuda_ipc": "#6a4c93"}
 _MEMCPY, _INK, _QUIET = "#9aa0a6", "#202124", "#5f6368"
-_SEGMENT_COLOURS = ("#0b6e99", "#4f9fbf", "#a6cee3", "#d9d9d9", "#c8553d", "#efefef")
+_SEGMENT_COLOURS = ("#0b6e99", "#4f9fbf", "#a6cee3", "#d9d9d9", "#c8553d", "#efefef", "#f7f7f7")
 _GOAL_MIB = 64
 _DARK = (RESERVE, CONFIRM)
 _STYLE = {
@@ -120,9 +120,11 @@ def _draw_control(axes: Axes, details: Details) -> None:
         lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
     for place, path in enumerate(paths):
         axes.annotate(f"{path['control_ms']:.2f}", (lefts[place], place), (5, 0), textcoords="offset points", va="center", weight="bold", size=9)
-    axes.axvline(1.0, ymin=0.26, color=_INK, lw=1, ls="--")
-    axes.annotate("budget", (1.0, 1.0), (4, -10), xycoords=("data", "axes fraction"), textcoords="offset points", size=8, color=_INK)
-    axes.set_xlim(0, max([1.0, *lefts]) * 1.15)
+    floor = paths[0]["bare_ms"] if paths else 0.0
+    for place, (at, text) in enumerate(((floor, "bare gRPC"), (floor + 1.0, "+ 1 ms"))):
+        axes.axvline(at, ymin=0.26, color=_INK, lw=1, ls=("--", ":")[place])
+        axes.annotate(text, (at, 1.0), (4, -10), xycoords=("data", "axes fraction"), textcoords="offset points", size=8, color=_INK)
+    axes.set_xlim(0, max([floor + 1.0, *lefts]) * 1.15)
     axes.set_ylim(-1.2, max(len(paths) - 0.4, 0.8))
     axes.set_xlabel("ms beside the bytes")
     axes.tick_params(axis="y", length=0)

@@ -23,7 +23,7 @@ import uvloop
 from checks.handover_bench_machine import pin
 from checks.handover_bench_pool import SyntheticPool, layout_of, nixl_of
 from engine.async_engine import AsyncEngine
-from kvtransfer.hold import Hold, Holds
+from kvtransfer.hold import CONFIRMED, Hold, Holds
 from kvtransfer.host_pool import HostPool
 from kvtransfer.nixl_settings import NixlSettings
 from kvtransfer.quarantine import Quarantine
@@ -73,7 +73,7 @@ class SyntheticPrefill(PrefillServicer):
         if await context.read() is grpc.aio.EOF:
             return
         if self._confirms:
-            await context.write(prefill_pb2.PrefillResponse(confirmed=prefill_pb2.Confirmed(hold_id=hold.hold_id)))
+            context.set_trailing_metadata(((CONFIRMED, hold.hold_id),))
             return
         _say(request_id=start.request_id, announced_ns=announced_ns, copied_ns=time.monotonic_ns())
         await context.read()

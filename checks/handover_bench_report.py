@@ -132,8 +132,15 @@ def _control(details: Details) -> Sheet | None:
     paths = details.get("control_path", [])
     rows = [[name, *(f"{path[f'{name}_ms']:.3f}" for path in paths), "yes" if name in CONTROL else "", text] for name, text in SEGMENTS.items()]
     total = ["control path", *(f"{path['control_ms']:.3f}" for path in paths), "", "the median of the sums"]
+    floor = [
+        "bare conversation",
+        *(f"{path['bare_ms']:.3f}" for path in paths),
+        "",
+        "the same messages by gRPC alone, between the same cores, before and behind",
+    ]
+    own = ["Tandem's own", *(f"{path['control_ms'] - path['bare_ms']:.3f}" for path in paths), "", "the difference"]
     columns = ["segment", *(path["transport"] for path in paths), "counts", "what"]
-    return Sheet("A warm pair's hand-over of 8 MiB, ms (medians)", columns, [*rows, total] if paths else [])
+    return Sheet("A warm pair's hand-over of 8 MiB, ms (medians)", columns, [*rows, total, floor, own] if paths else [])
 
 
 def _overlap(details: Details) -> Sheet | None:

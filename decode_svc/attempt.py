@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 
-from decode_svc.computed_prompt import ComputedPrompt, ask
+from decode_svc.computed_prompt import ComputedPrompt, ask, take
 from decode_svc.decode_span import DecodeSpan
 from decode_svc.decoding import Decoding
 from decode_svc.failures import attempt_at, is_own_cancel
 from decode_svc.generate_rpc import GenerateRpc
 from decode_svc.job import Job
-from decode_svc.paired import Paired
 from decode_svc.peers import PrefillPeer
 from decode_svc.prefill_call import PrefillCall, prefill_call
 from decode_svc.remote_prompt import RemotePrompt, paired_with
@@ -38,8 +37,13 @@ class HandoverAttempt:
         try:
             # In front of the reservation, which would be idle while a pairing is waited for.
             async with self._rpc.prompt_turn, paired_with(self._peer, self._rpc) as paired:
-                reserved = await self._reserve()
-                decode = await self._hand_over(reserved, paired)
+                prompt = RemotePrompt(self._rpc, self._peer, paired, self._job)
+                # The RPC's way to prefill takes longer than the reservation; nothing is asked before that is there.
+                async with prompt.opened() as call:
+                    reserved = await self._reserve()
+                    decode = await self._hand_over(reserved, prompt, call)
+                if decode is not None:
+                    self._rpc.output.handed_over(prompt.record())
             if decode is not None:
                 await Decoding(self._rpc, self._job, reserved.stream, decode).run()
         finally:
@@ -47,36 +51,36 @@ class HandoverAttempt:
 
     async def _reserve(self) -> ReservedSequence:
         engine = self._rpc.pool.engine
-        with span(spans.RESERVE) as handle:
+        with span(spans.RESERVE, parent=self._rpc.trace) as handle:
             await failpoint(spans.RESERVE)
             reserved = await engine.reserve(self._spec)
             handle.set_attribute(spans.NUM_BLOCKS, len(reserved.block_ids))
             handle.set_attribute(spans.NUM_CHARGED_BLOCKS, reserved.num_charged_blocks)
-        cached_tokens = reserved.num_cached_blocks * engine.model.layout.block_size
-        await self._rpc.output.reservation(num_charged_blocks=reserved.num_charged_blocks, num_blocks=len(reserved.block_ids), cached_tokens=cached_tokens)
         return reserved
 
-    async def _hand_over(self, reserved: ReservedSequence, paired: Paired) -> DecodeSpan | None:
+    async def _hand_over(self, reserved: ReservedSequence, prompt: RemotePrompt, call: PrefillCall) -> DecodeSpan | None:
         """Returns when the copy is valid and the samples decode; None when every first token was the last."""
         engine, output = self._rpc.pool.engine, self._rpc.output
         num_cached_tokens = reserved.num_cached_blocks * engine.model.layout.block_size
         to = Destination(self._spec.seq_id, reserved.block_ids, num_cached_tokens, self._job.num_tokens)
-        prompt = RemotePrompt(self._rpc, self._peer, paired, self._job, to)
-        async with prompt.asked() as call:
-            computed = await prompt.computed(call)
-            decode = DecodeSpan(self._rpc.trace)
-            try:
-                if computed.ends:
-                    output.handed_over(decode_pb2.HandoverReport())
-                    await computed.send(self._rpc, self._report, decode)
-                    decode.end()
-                    return None
-                await self._send_and_confirm(call, prompt, computed, decode)
-                await engine.commit(self._spec.seq_id, tuple(token for first in computed.first for token in first.tokens))
-            except BaseException as error:
-                decode.end(type(error).__name__)
-                raise
-        output.handed_over(prompt.record())
+
+        async def tell_reservation() -> None:
+            charged, num_blocks = reserved.num_charged_blocks, len(reserved.block_ids)
+            await output.reservation(num_charged_blocks=charged, num_blocks=num_blocks, cached_tokens=num_cached_tokens)
+
+        computed = await prompt.computed(call, to, tell_reservation)
+        decode = DecodeSpan(self._rpc.trace)
+        try:
+            if computed.ends:
+                output.handed_over(decode_pb2.HandoverReport())
+                await computed.send(self._rpc, self._report, decode)
+                decode.end()
+                return None
+            await self._send_and_confirm(call, prompt, computed, decode)
+            await engine.commit(self._spec.seq_id, tuple(token for first in computed.first for token in first.tokens))
+        except BaseException as error:
+            decode.end(type(error).__name__)
+            raise
         return decode
 
     async def _send_and_confirm(self, call: PrefillCall, prompt: RemotePrompt, computed: ComputedPrompt, decode: DecodeSpan) -> None:
@@ -100,7 +104,7 @@ async def compute_first_tokens(rpc: GenerateRpc, peer: PrefillPeer, job: Job, re
     await rpc.output.reservation(num_charged_blocks=0, num_blocks=0, cached_tokens=0)
     async with paired_with(peer, rpc) as paired:
         with attempt_at(peer.name, rpc.context, resumes=bool(job.output_token_ids)), prefill_call(peer, paired, rpc.timeout_s()) as call:
-            computed = await ask(call, rpc.pool, job, paired)
+            computed = await take(call, rpc.pool, job, await ask(call, job, paired))
             await call.end()
     rpc.output.handed_over(decode_pb2.HandoverReport())
     decode = DecodeSpan(rpc.trace)

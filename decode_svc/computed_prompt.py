@@ -69,16 +69,21 @@ def count_path(pool: DecodePool, report: decode_pb2.PromptReport) -> None:
     pool.metrics.prompt_path(_PATH_NAMES[report.path]).inc()
 
 
-async def ask(call: PrefillCall, pool: DecodePool, job: Job, paired: Paired, *, handover: Handover | None = None, num_cached_tokens: int = 0) -> ComputedPrompt:
-    """Has prefill compute a job's prompt. Raises AioRpcError, HandoverError, FieldError."""
+async def ask(call: PrefillCall, job: Job, paired: Paired, *, hold: bool = False, num_cached_tokens: int = 0) -> int:
+    """Asks prefill for a job's prompt, and to `hold` its blocks; returns when that was, as of `time.monotonic_ns()`. Raises AioRpcError, HandoverError."""
     start = job.start()
     start.pairing_id = paired.pairing_id
-    if handover is not None:
+    if hold:
         start.transport = paired.path.transport
         start.num_cached_tokens = num_cached_tokens
         start.checksum = paired.path.checksum
     asked_ns = time.monotonic_ns()
     await call.start(start)
+    return asked_ns
+
+
+async def take(call: PrefillCall, pool: DecodePool, job: Job, asked_ns: int, handover: Handover | None = None) -> ComputedPrompt:
+    """Waits for what was asked for. Raises AioRpcError, HandoverError, FieldError."""
     logprobs = PromptLogprobs(job, pool.engine.model.vocab_size)
     done = await call.done(handover, logprobs)
     if handover is not None:

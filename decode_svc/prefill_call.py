@@ -15,16 +15,17 @@ from decode_svc.peers import PrefillPeer
 from decode_svc.prompt_logprobs import PromptLogprobs
 from kvtransfer.errors import HandoverProtocolError, TransferError
 from kvtransfer.handover import Handover
+from kvtransfer.hold import CONFIRMED
 from rpc.client import outgoing
 from rpc.errors import StatusError
 from tandem.v1 import prefill_pb2
-from telemetry.spans import PREFILL_INSTANCE
+from telemetry.spans import PREFILL_INSTANCE, RPC_RESPONSE_STATUS_CODE
 
 _METHOD = "tandem.v1.PrefillService/Prefill"
 
 
 class PrefillCall:
-    """The conversation: start, announcements, PrefillDone, Copied, Confirmed, OK. Raises AioRpcError and HandoverError."""
+    """The conversation: start, announcements, PrefillDone, Copied, the confirming end. Raises AioRpcError and HandoverError."""
 
     def __init__(self, call: grpc.aio.StreamStreamCall[Any, Any]) -> None:
         self._call = call
@@ -36,7 +37,6 @@ class PrefillCall:
         return self._call.done()
 
     async def start(self, start: prefill_pb2.PrefillStart) -> None:
-        """Asks for a prompt."""
         await self._write(prefill_pb2.PrefillRequest(start=start))
 
     async def done(self, handover: Handover | None, logprobs: PromptLogprobs) -> prefill_pb2.PrefillDone:
@@ -57,24 +57,16 @@ class PrefillCall:
     async def copied(self, handover: Handover) -> int:
         """Waits until all blocks have been read and returns their number; the end of the RPC in the meantime ends the waiting."""
         self._answer = asyncio.ensure_future(self._call.read())
-        covering = asyncio.ensure_future(handover.covered())
-        try:
-            await asyncio.wait({covering, self._answer}, return_when=asyncio.FIRST_COMPLETED)
-            if not covering.done():
-                await self._answer
-                raise HandoverProtocolError("prefill spoke before decode had copied")
-            return await covering
-        finally:
-            covering.cancel()
+        return await handover.covered(unless=self._answer)
 
     async def confirm(self, hold_id: str, num_blocks: int) -> None:
-        """Behind `copied`. Returns only when prefill has confirmed that the blocks were held all the while, and the RPC has ended OK."""
+        """Behind `copied`. Returns only when the RPC has ended OK and with prefill's word that the blocks were held all the while."""
         await self._write(prefill_pb2.PrefillRequest(copied=prefill_pb2.Copied(hold_id=hold_id, num_blocks=num_blocks)))
         assert self._answer is not None
-        response = await self._answer
-        if response is grpc.aio.EOF or response.WhichOneof("step") != "confirmed" or response.confirmed.hold_id != hold_id:
+        if await self._answer is not grpc.aio.EOF:
+            raise HandoverProtocolError("prefill went on after its last message")
+        if dict(await self._call.trailing_metadata() or ()).get(CONFIRMED) != hold_id:
             raise HandoverProtocolError("prefill did not confirm the hold")
-        await self.end()
 
     async def end(self) -> None:
         """Waits for the RPC's own end: anything but OK is an error."""
@@ -103,7 +95,7 @@ def prefill_call(peer: PrefillPeer, paired: Paired, timeout_s: float) -> Iterato
 
     The pairing is told of what fails by its transport's fault, and of being unknown to prefill.
     """
-    with outgoing(_METHOD, attributes={PREFILL_INSTANCE: peer.name}) as (metadata, _):
+    with outgoing(_METHOD, attributes={PREFILL_INSTANCE: peer.name}) as (metadata, handle):
         call = PrefillCall(peer.stub.Prefill(timeout=timeout_s, metadata=metadata))
         try:
             yield call
@@ -116,4 +108,6 @@ def prefill_call(peer: PrefillPeer, paired: Paired, timeout_s: float) -> Iterato
                 paired.transfer_failed(error)
             raise
         finally:
+            if not call.has_ended:
+                handle.set_attribute(RPC_RESPONSE_STATUS_CODE, grpc.StatusCode.CANCELLED.name)
             call.cancel()

@@ -34,7 +34,7 @@ class Readmission:
         while (peer := attempts.next_peer(self._job)) is not None:
             try:
                 async with paired_with(peer, self._rpc) as paired:
-                    await self._fill(RemotePrompt(self._rpc, peer, paired, self._job, self._to))
+                    await self._fill(RemotePrompt(self._rpc, peer, paired, self._job))
                 return
             except AttemptFailedError as failure:
                 attempts.failed(failure)
@@ -49,8 +49,8 @@ class Readmission:
             raise
 
     async def _hand_over(self, prompt: RemotePrompt) -> None:
-        async with prompt.asked() as call:
-            computed = await prompt.computed(call)
+        async with prompt.opened() as call:
+            computed = await prompt.computed(call, self._to)
             await prompt.confirmed(call, computed)
         prompt.record()
         # In front of the commit, behind which the engine tells the next ones.

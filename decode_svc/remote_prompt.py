@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
 import grpc
 
-from decode_svc.computed_prompt import ComputedPrompt, ask
+from decode_svc.computed_prompt import ComputedPrompt, ask, take
 from decode_svc.failures import AttemptFailedError, attempt_at, is_own_end
 from decode_svc.generate_rpc import GenerateRpc
 from decode_svc.job import Job
@@ -52,20 +52,22 @@ def _record_wait(started_ns: int, rpc: GenerateRpc, peer: PrefillPeer, error: st
 
 
 class RemotePrompt:
-    """The Prefill RPC and the reading of what it announces, both only within `asked`."""
+    """The Prefill RPC and the reading of what it announces, both only within `opened`."""
 
-    def __init__(self, rpc: GenerateRpc, peer: PrefillPeer, paired: Paired, job: Job, to: Destination) -> None:
+    def __init__(self, rpc: GenerateRpc, peer: PrefillPeer, paired: Paired, job: Job) -> None:
         self._rpc = rpc
         self._peer = peer
         self._paired = paired
         self._job = job
-        self._num_cached_tokens = to.num_cached_tokens
-        self._handover = Handover(to, paired.path, rpc.pool.engine, rpc.pool.quarantine)
+        self._handover: Handover | None = None
         self._exposed_s = 0.0
 
     @asynccontextmanager
-    async def asked(self) -> AsyncIterator[PrefillCall]:
-        """The call. What leaves the block is AttemptFailedError when another one may do better, StatusError, or a cancel; the copy counts for nothing then."""
+    async def opened(self) -> AsyncIterator[PrefillCall]:
+        """The call, on which nothing has been asked.
+
+        What leaves is AttemptFailedError when another one may do better, StatusError, or a cancel; the copy counts for nothing then.
+        """
         try:
             resumes = bool(self._job.output_token_ids)
             with (
@@ -77,15 +79,21 @@ class RemotePrompt:
             self._record_span(error=error.reason if isinstance(error, AttemptFailedError) else "cancelled")
             raise
         finally:
-            self._handover.stop()
+            if self._handover is not None:
+                self._handover.stop()
 
-    async def computed(self, call: PrefillCall) -> ComputedPrompt:
-        """Waits until the prompt is computed; its blocks are read meanwhile."""
-        return await ask(call, self._rpc.pool, self._job, self._paired, handover=self._handover, num_cached_tokens=self._num_cached_tokens)
+    async def computed(self, call: PrefillCall, to: Destination, meanwhile: Callable[[], Awaitable[None]] | None = None) -> ComputedPrompt:
+        """Asks for the prompt and waits until it is computed; its blocks are read as they come. What is done `meanwhile` delays nothing of prefill's."""
+        pool = self._rpc.pool
+        handover = self._handover = Handover(to, self._paired.path, pool.engine, pool.quarantine)
+        asked_ns = await ask(call, self._job, self._paired, hold=True, num_cached_tokens=to.num_cached_tokens)
+        if meanwhile is not None:
+            await meanwhile()
+        return await take(call, pool, self._job, asked_ns, handover)
 
     async def confirmed(self, call: PrefillCall, computed: ComputedPrompt) -> None:
         """Waits until all blocks are here and prefill has confirmed them."""
-        done, handover = computed.done, self._handover
+        done, handover = computed.done, self._begun()
         num_blocks = await call.copied(handover)
         if done.num_blocks != num_blocks or not done.hold_id or (handover.hold_id and done.hold_id != handover.hold_id):
             raise HandoverProtocolError(f"prefill says it announced {done.num_blocks} blocks of the hold, {num_blocks} were read")
@@ -93,12 +101,13 @@ class RemotePrompt:
         self._exposed_s = (time.monotonic_ns() - computed.at_ns) / 1e9
 
     async def stopped(self) -> None:
-        """Waits, behind `asked`, until nothing of this can touch the blocks any more."""
-        await self._handover.stopped()
+        """Waits, behind `opened`, until nothing of this can touch the blocks any more."""
+        if self._handover is not None:
+            await self._handover.stopped()
 
     def record(self) -> decode_pb2.HandoverReport:
         """Span, metrics and report of a prompt that was confirmed."""
-        record, metrics = self._handover.record, self._rpc.pool.metrics
+        record, metrics = self._begun().record, self._rpc.pool.metrics
         wire_s, hidden_s = record.wire_ns / 1e9, record.hidden_ns / 1e9
         if record.num_blocks:
             self._paired.handed_over()
@@ -115,10 +124,14 @@ class RemotePrompt:
             hidden_s=hidden_s,
         )
 
+    def _begun(self) -> Handover:
+        assert self._handover is not None, "nothing was asked for"
+        return self._handover
+
     def _record_span(self, error: str | None = None) -> None:
-        record = self._handover.record
-        if not record.started_ns:
+        if self._handover is None or not self._handover.record.started_ns:
             return
+        record = self._handover.record
         ended_ns = record.ended_ns if error is None else time.monotonic_ns()
         attributes: dict[str, AttributeValue] = {
             spans.KV_BYTES: record.num_bytes,

@@ -7,7 +7,7 @@ import secrets
 import time
 from collections.abc import Awaitable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvtransfer.errors import HandoverError, HandoverProtocolError
 from kvtransfer.path import Destination, KvPath
@@ -78,11 +78,18 @@ class Handover:
         self._num_announced += ready.num_blocks
         self._runs.put_nowait(ready)
 
-    async def covered(self) -> int:
-        """Waits until each block has been read exactly once; returns their number. Raises HandoverError when blocks were not announced or a read failed."""
+    async def covered(self, unless: asyncio.Future[Any] | None = None) -> int:
+        """Waits until each block has been read exactly once; returns their number.
+
+        Raises HandoverError when blocks were not announced or a read failed, and what `unless` has ended with, or HandoverProtocolError, when that ends first.
+        """
         if self._num_announced != self.num_blocks:
             raise HandoverProtocolError(f"{self._num_announced} of {self.num_blocks} blocks were announced")
-        await asyncio.wait({self._task})
+        if not self._task.done():
+            await asyncio.wait({self._task} if unless is None else {self._task, unless}, return_when=asyncio.FIRST_COMPLETED)
+        if unless is not None and not self._task.done():
+            unless.result()
+            raise HandoverProtocolError("prefill spoke before decode had copied")
         self._raise_failure()
         if self.record.num_blocks != self.num_blocks:
             raise HandoverProtocolError(f"{self.record.num_blocks} of {self.num_blocks} blocks were read")

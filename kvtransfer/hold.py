@@ -11,6 +11,9 @@ from kvtransfer.errors import HandoverProtocolError, HoldUnknownError, SourceGon
 from kvtransfer.quarantine import Quarantine
 from kvtransfer.transport import References
 
+CONFIRMED = "tandem-confirmed"
+"""Key of Prefill's trailing metadata whose value is the id of a hold that was unbroken until its RPC's end."""
+
 
 class Hold:
     """One prefill-only sequence's blocks from `first_block` on, readable as far as they were announced. Lives on the event loop.

@@ -15,7 +15,7 @@ from engine.events import ChunkComputed, Event, Failed, Finished, PromptLogprobs
 from engine.proto import first_token_to_proto, token_to_proto
 from engine.sampling_params import SampledToken
 from kvtransfer.copying import run_to_its_end
-from kvtransfer.hold import Hold
+from kvtransfer.hold import CONFIRMED, Hold
 from prefill_svc.pool import PrefillPool
 from prefill_svc.prompt import Prompt
 from rpc.errors import StatusError, aborted, invalid_argument
@@ -59,6 +59,7 @@ class Conversation:
             stream = engine.submit(spec)
             # Read on while computing: decode's end of input is its going away.
             self._next_request = asyncio.ensure_future(self._context.read())
+            self._next_request.add_done_callback(lambda _: stream.nudge())
             with engine_errors():
                 await self._compute(stream)
                 await self._write(done=await self._done())
@@ -81,13 +82,9 @@ class Conversation:
     async def _events(self, stream: SequenceStream) -> list[Event]:
         """The next events, or the end of the RPC when decode goes away first."""
         assert self._next_request is not None
-        getting = asyncio.ensure_future(stream.get())
-        try:
-            await asyncio.wait({getting, self._next_request}, return_when=asyncio.FIRST_COMPLETED)
-            if not self._next_request.done():
-                return await getting
-        finally:
-            getting.cancel()
+        events = await stream.get()
+        if not self._next_request.done():
+            return events
         if self._next_request.result() is grpc.aio.EOF:
             raise _gone()
         raise invalid_argument("step", "nothing may follow start before PrefillDone")
@@ -174,7 +171,8 @@ class Conversation:
             await failpoint(spans.KV_HOLD)
             if not await self._pool.engine.confirm(self._prompt.spec.seq_id, self._prompt.num_blocks):
                 raise aborted("HOLD_BROKEN", "the blocks were not held without a break")
-            await self._write(confirmed=prefill_pb2.Confirmed(hold_id=hold.hold_id))
+            # With the status, in one message: nothing can come between the two.
+            self._context.set_trailing_metadata(((CONFIRMED, hold.hold_id),))
             error = None
         except StatusError as status:
             error = status.code.name

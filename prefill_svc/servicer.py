@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any
@@ -43,12 +44,10 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
         """See prefill.proto."""
         with self._active.one():
             async with at_most(self._max_request_time_s, "prefill"):
-                request = await context.read()
+                request = await _first_message(context)
                 if request is grpc.aio.EOF or request.WhichOneof("step") != "start":
                     raise invalid_argument("step", "the first message must be start")
                 pairing = self._pool.pairings.find(request.start.pairing_id)
-                # On their own: a first message that is cut off when the pairing ends would leave gRPC unable to send the status, and decode waiting for it.
-                await context.send_initial_metadata(())
                 with pairing.working():
                     await Conversation(self._pool, check_prompt(request.start, self._pool, pairing), context).run()
 
@@ -96,6 +95,16 @@ class PrefillServicer(prefill_pb2_grpc.PrefillServiceServicer):
     def add_to(self, server: RpcServer) -> None:
         """Registers all RPCs."""
         server.add(_add_with_raw_read_kv, self, SERVICE)
+
+
+async def _first_message(context: AnyContext) -> Any:
+    """Sends the headers meanwhile: a first response that is cut off when the pairing ends would leave gRPC unable to send the status, and decode waiting."""
+    reading = asyncio.ensure_future(context.read())
+    try:
+        await context.send_initial_metadata(())
+        return await reading
+    finally:
+        reading.cancel()
 
 
 @contextmanager

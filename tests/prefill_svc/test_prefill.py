@@ -12,6 +12,7 @@ import pytest
 
 from engine.proto import sampling_params_to_proto
 from engine.sampling_params import SamplingParams
+from kvtransfer.hold import CONFIRMED
 from rpc.errors import StatusError
 from tandem.v1 import prefill_pb2
 from tests.support.alone import alone
@@ -108,9 +109,9 @@ async def test_a_hold_lasts_until_it_is_confirmed(node: PrefillNode) -> None:
     assert len(await talk.read_all()) == NUM_BLOCKS * 128
     assert (await node.engine.report()).sequences_by_state == {"held": 1}
     await talk.call.write(_copied(done.hold_id, NUM_BLOCKS))
-    assert (await talk.call.read()).confirmed.hold_id == done.hold_id
     assert await talk.call.read() is grpc.aio.EOF
     assert await talk.call.code() is grpc.StatusCode.OK
+    assert dict(await talk.call.trailing_metadata() or ())[CONFIRMED] == done.hold_id
 
 
 async def test_blocks_are_announced_while_later_ones_are_computed(node: PrefillNode) -> None:
@@ -133,7 +134,8 @@ async def test_cached_blocks_are_announced_at_once_and_those_of_decode_never(nod
     assert [(ready.first_block, ready.num_blocks) for ready in again.ready] == [(2, 6)]
     await again.read_all()
     await again.call.write(_copied(done.hold_id, 6))
-    assert (await again.call.read()).HasField("confirmed")
+    assert await again.call.read() is grpc.aio.EOF
+    assert dict(await again.call.trailing_metadata() or ())[CONFIRMED] == done.hold_id
 
 
 async def test_without_a_transport_only_the_first_token_is_wanted(node: PrefillNode) -> None:

@@ -27,7 +27,7 @@ from tandem.v1 import kv_pb2 as tandem_dot_v1_dot_kv__pb2
 from tandem.v1 import load_pb2 as tandem_dot_v1_dot_load__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/prefill.proto\x12\ttandem.v1\x1a\x1atandem/v1/generation.proto\x1a\x12tandem/v1/kv.proto\x1a\x14tandem/v1/load.proto\"e\n\x0bPairRequest\x12%\n\x05start\x18\x01 \x01(\x0b\x32\x14.tandem.v1.PairStartH\x00\x12\'\n\x06\x63hoice\x18\x02 \x01(\x0b\x32\x15.tandem.v1.PairChoiceH\x00\x42\x06\n\x04step\"\xbb\x01\n\tPairStart\x12#\n\x06layout\x18\x01 \x01(\x0b\x32\x13.tandem.v1.KvLayout\x12\x12\n\nprocess_id\x18\x02 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\x13\n\x0b\x64\x65vice_uuid\x18\x04 \x01(\t\x12\x12\n\ntransports\x18\x05 \x03(\t\x12\r\n\x05nonce\x18\x06 \x01(\x0c\x12,\n\x0cnixl_staging\x18\x07 \x01(\x0b\x32\x16.tandem.v1.NixlStaging\"4\n\nPairChoice\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x13\n\x0b\x62ytes_per_s\x18\x02 \x01(\x01\"\xa5\x02\n\x0cPairResponse\x12\x12\n\npairing_id\x18\x01 \x01(\t\x12#\n\x06layout\x18\x02 \x01(\x0b\x32\x13.tandem.v1.KvLayout\x12\r\n\x05nonce\x18\x03 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x13\n\x0bprobe_bytes\x18\x05 \x01(\r\x12\x14\n\x0cprobe_digest\x18\x06 \x01(\x06\x12$\n\x07sources\x18\x07 \x03(\x0b\x32\x13.tandem.v1.KvSource\x12\x37\n\x08refusals\x18\x08 \x03(\x0b\x32%.tandem.v1.PairResponse.RefusalsEntry\x1a/\n\rRefusalsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"g\n\x0ePrefillRequest\x12(\n\x05start\x18\x01 \x01(\x0b\x32\x17.tandem.v1.PrefillStartH\x00\x12#\n\x06\x63opied\x18\x02 \x01(\x0b\x32\x11.tandem.v1.CopiedH\x00\x42\x06\n\x04step\"\x9b\x02\n\x0cPrefillStart\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0btenant_salt\x18\x02 \x01(\x0c\x12\x12\n\npairing_id\x18\x03 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\x12\x18\n\x10output_token_ids\x18\x05 \x03(\r\x12\x32\n\x0fsampling_params\x18\x06 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x19\n\x11num_cached_tokens\x18\x07 \x01(\r\x12\x11\n\ttransport\x18\x08 \x01(\t\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x14\n\x0csample_index\x18\n \x01(\r\x12\x10\n\x08\x63hecksum\x18\x0b \x01(\x08\"-\n\x06\x43opied\x12\x0f\n\x07hold_id\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\"\xca\x01\n\x0fPrefillResponse\x12&\n\x08kv_ready\x18\x01 \x01(\x0b\x32\x12.tandem.v1.KvReadyH\x00\x12&\n\x04\x64one\x18\x02 \x01(\x0b\x32\x16.tandem.v1.PrefillDoneH\x00\x12)\n\tconfirmed\x18\x03 \x01(\x0b\x32\x14.tandem.v1.ConfirmedH\x00\x12\x34\n\x0fprompt_logprobs\x18\x04 \x01(\x0b\x32\x19.tandem.v1.PromptLogprobsH\x00\x42\x06\n\x04step\";\n\x0ePromptLogprobs\x12)\n\x08logprobs\x18\x01 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\"H\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12(\n\x07logprob\x18\x02 \x01(\x0b\x32\x17.tandem.v1.TokenLogprob\"\xb3\x01\n\x0bPrefillDone\x12+\n\x0c\x66irst_tokens\x18\x01 \x03(\x0b\x32\x15.tandem.v1.FirstToken\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x0f\n\x07queue_s\x18\x05 \x01(\x01\x12\x11\n\tprefill_s\x18\x06 \x01(\x01\x12\x0f\n\x07hold_id\x18\x07 \x01(\t\"\x1c\n\tConfirmed\x12\x0f\n\x07hold_id\x18\x01 \x01(\t\"]\n\rReadKvRequest\x12\x12\n\npairing_id\x18\x01 \x01(\t\x12\x0f\n\x07hold_id\x18\x02 \x01(\t\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\"{\n\x0eWriteKvRequest\x12\x12\n\npairing_id\x18\x01 \x01(\t\x12\x0f\n\x07hold_id\x18\x02 \x01(\t\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x0c\n\x04slot\x18\x05 \x01(\r\x12\r\n\x05grant\x18\x06 \x01(\x06\"?\n\x0fWriteKvResponse\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\r\n\x05grant\x18\x02 \x01(\x06\x12\x0f\n\x07\x64igests\x18\x03 \x03(\x06\"\x1f\n\x0eReadKvResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\" \n\x1ePrefillServiceWatchLoadRequest\"F\n\x1fPrefillServiceWatchLoadResponse\x12#\n\x04load\x18\x01 \x01(\x0b\x32\x15.tandem.v1.LoadReport\"&\n$PrefillServiceGetMemoryReportRequest\"P\n%PrefillServiceGetMemoryReportResponse\x12\'\n\x06memory\x18\x01 \x01(\x0b\x32\x17.tandem.v1.MemoryReport2\xf2\x03\n\x0ePrefillService\x12;\n\x04Pair\x12\x16.tandem.v1.PairRequest\x1a\x17.tandem.v1.PairResponse(\x01\x30\x01\x12\x44\n\x07Prefill\x12\x19.tandem.v1.PrefillRequest\x1a\x1a.tandem.v1.PrefillResponse(\x01\x30\x01\x12?\n\x06ReadKv\x12\x18.tandem.v1.ReadKvRequest\x1a\x19.tandem.v1.ReadKvResponse0\x01\x12@\n\x07WriteKv\x12\x19.tandem.v1.WriteKvRequest\x1a\x1a.tandem.v1.WriteKvResponse\x12\x64\n\tWatchLoad\x12).tandem.v1.PrefillServiceWatchLoadRequest\x1a*.tandem.v1.PrefillServiceWatchLoadResponse0\x01\x12t\n\x0fGetMemoryReport\x12/.tandem.v1.PrefillServiceGetMemoryReportRequest\x1a\x30.tandem.v1.PrefillServiceGetMemoryReportResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/prefill.proto\x12\ttandem.v1\x1a\x1atandem/v1/generation.proto\x1a\x12tandem/v1/kv.proto\x1a\x14tandem/v1/load.proto\"e\n\x0bPairRequest\x12%\n\x05start\x18\x01 \x01(\x0b\x32\x14.tandem.v1.PairStartH\x00\x12\'\n\x06\x63hoice\x18\x02 \x01(\x0b\x32\x15.tandem.v1.PairChoiceH\x00\x42\x06\n\x04step\"\xbb\x01\n\tPairStart\x12#\n\x06layout\x18\x01 \x01(\x0b\x32\x13.tandem.v1.KvLayout\x12\x12\n\nprocess_id\x18\x02 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\x13\n\x0b\x64\x65vice_uuid\x18\x04 \x01(\t\x12\x12\n\ntransports\x18\x05 \x03(\t\x12\r\n\x05nonce\x18\x06 \x01(\x0c\x12,\n\x0cnixl_staging\x18\x07 \x01(\x0b\x32\x16.tandem.v1.NixlStaging\"4\n\nPairChoice\x12\x11\n\ttransport\x18\x01 \x01(\t\x12\x13\n\x0b\x62ytes_per_s\x18\x02 \x01(\x01\"\xa5\x02\n\x0cPairResponse\x12\x12\n\npairing_id\x18\x01 \x01(\t\x12#\n\x06layout\x18\x02 \x01(\x0b\x32\x13.tandem.v1.KvLayout\x12\r\n\x05nonce\x18\x03 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x13\n\x0bprobe_bytes\x18\x05 \x01(\r\x12\x14\n\x0cprobe_digest\x18\x06 \x01(\x06\x12$\n\x07sources\x18\x07 \x03(\x0b\x32\x13.tandem.v1.KvSource\x12\x37\n\x08refusals\x18\x08 \x03(\x0b\x32%.tandem.v1.PairResponse.RefusalsEntry\x1a/\n\rRefusalsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"g\n\x0ePrefillRequest\x12(\n\x05start\x18\x01 \x01(\x0b\x32\x17.tandem.v1.PrefillStartH\x00\x12#\n\x06\x63opied\x18\x02 \x01(\x0b\x32\x11.tandem.v1.CopiedH\x00\x42\x06\n\x04step\"\x9b\x02\n\x0cPrefillStart\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x13\n\x0btenant_salt\x18\x02 \x01(\x0c\x12\x12\n\npairing_id\x18\x03 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x04 \x03(\r\x12\x18\n\x10output_token_ids\x18\x05 \x03(\r\x12\x32\n\x0fsampling_params\x18\x06 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x19\n\x11num_cached_tokens\x18\x07 \x01(\r\x12\x11\n\ttransport\x18\x08 \x01(\t\x12\x10\n\x08priority\x18\t \x01(\x05\x12\x14\n\x0csample_index\x18\n \x01(\r\x12\x10\n\x08\x63hecksum\x18\x0b \x01(\x08\"-\n\x06\x43opied\x12\x0f\n\x07hold_id\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\"\x9f\x01\n\x0fPrefillResponse\x12&\n\x08kv_ready\x18\x01 \x01(\x0b\x32\x12.tandem.v1.KvReadyH\x00\x12&\n\x04\x64one\x18\x02 \x01(\x0b\x32\x16.tandem.v1.PrefillDoneH\x00\x12\x34\n\x0fprompt_logprobs\x18\x03 \x01(\x0b\x32\x19.tandem.v1.PromptLogprobsH\x00\x42\x06\n\x04step\";\n\x0ePromptLogprobs\x12)\n\x08logprobs\x18\x01 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\"H\n\nFirstToken\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12(\n\x07logprob\x18\x02 \x01(\x0b\x32\x17.tandem.v1.TokenLogprob\"\xb3\x01\n\x0bPrefillDone\x12+\n\x0c\x66irst_tokens\x18\x01 \x03(\x0b\x32\x15.tandem.v1.FirstToken\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x17\n\x0f\x63omputed_tokens\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x0f\n\x07queue_s\x18\x05 \x01(\x01\x12\x11\n\tprefill_s\x18\x06 \x01(\x01\x12\x0f\n\x07hold_id\x18\x07 \x01(\t\"]\n\rReadKvRequest\x12\x12\n\npairing_id\x18\x01 \x01(\t\x12\x0f\n\x07hold_id\x18\x02 \x01(\t\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\"{\n\x0eWriteKvRequest\x12\x12\n\npairing_id\x18\x01 \x01(\t\x12\x0f\n\x07hold_id\x18\x02 \x01(\t\x12\x13\n\x0b\x66irst_block\x18\x03 \x01(\r\x12\x12\n\nnum_blocks\x18\x04 \x01(\r\x12\x0c\n\x04slot\x18\x05 \x01(\r\x12\r\n\x05grant\x18\x06 \x01(\x06\"?\n\x0fWriteKvResponse\x12\x0c\n\x04slot\x18\x01 \x01(\r\x12\r\n\x05grant\x18\x02 \x01(\x06\x12\x0f\n\x07\x64igests\x18\x03 \x03(\x06\"\x1f\n\x0eReadKvResponse\x12\r\n\x05\x63hunk\x18\x01 \x01(\x0c\" \n\x1ePrefillServiceWatchLoadRequest\"F\n\x1fPrefillServiceWatchLoadResponse\x12#\n\x04load\x18\x01 \x01(\x0b\x32\x15.tandem.v1.LoadReport\"&\n$PrefillServiceGetMemoryReportRequest\"P\n%PrefillServiceGetMemoryReportResponse\x12\'\n\x06memory\x18\x01 \x01(\x0b\x32\x17.tandem.v1.MemoryReport2\xf2\x03\n\x0ePrefillService\x12;\n\x04Pair\x12\x16.tandem.v1.PairRequest\x1a\x17.tandem.v1.PairResponse(\x01\x30\x01\x12\x44\n\x07Prefill\x12\x19.tandem.v1.PrefillRequest\x1a\x1a.tandem.v1.PrefillResponse(\x01\x30\x01\x12?\n\x06ReadKv\x12\x18.tandem.v1.ReadKvRequest\x1a\x19.tandem.v1.ReadKvResponse0\x01\x12@\n\x07WriteKv\x12\x19.tandem.v1.WriteKvRequest\x1a\x1a.tandem.v1.WriteKvResponse\x12\x64\n\tWatchLoad\x12).tandem.v1.PrefillServiceWatchLoadRequest\x1a*.tandem.v1.PrefillServiceWatchLoadResponse0\x01\x12t\n\x0fGetMemoryReport\x12/.tandem.v1.PrefillServiceGetMemoryReportRequest\x1a\x30.tandem.v1.PrefillServiceGetMemoryReportResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -53,31 +53,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_COPIED']._serialized_start=1142
   _globals['_COPIED']._serialized_end=1187
   _globals['_PREFILLRESPONSE']._serialized_start=1190
-  _globals['_PREFILLRESPONSE']._serialized_end=1392
-  _globals['_PROMPTLOGPROBS']._serialized_start=1394
-  _globals['_PROMPTLOGPROBS']._serialized_end=1453
-  _globals['_FIRSTTOKEN']._serialized_start=1455
-  _globals['_FIRSTTOKEN']._serialized_end=1527
-  _globals['_PREFILLDONE']._serialized_start=1530
-  _globals['_PREFILLDONE']._serialized_end=1709
-  _globals['_CONFIRMED']._serialized_start=1711
-  _globals['_CONFIRMED']._serialized_end=1739
-  _globals['_READKVREQUEST']._serialized_start=1741
-  _globals['_READKVREQUEST']._serialized_end=1834
-  _globals['_WRITEKVREQUEST']._serialized_start=1836
-  _globals['_WRITEKVREQUEST']._serialized_end=1959
-  _globals['_WRITEKVRESPONSE']._serialized_start=1961
-  _globals['_WRITEKVRESPONSE']._serialized_end=2024
-  _globals['_READKVRESPONSE']._serialized_start=2026
-  _globals['_READKVRESPONSE']._serialized_end=2057
-  _globals['_PREFILLSERVICEWATCHLOADREQUEST']._serialized_start=2059
-  _globals['_PREFILLSERVICEWATCHLOADREQUEST']._serialized_end=2091
-  _globals['_PREFILLSERVICEWATCHLOADRESPONSE']._serialized_start=2093
-  _globals['_PREFILLSERVICEWATCHLOADRESPONSE']._serialized_end=2163
-  _globals['_PREFILLSERVICEGETMEMORYREPORTREQUEST']._serialized_start=2165
-  _globals['_PREFILLSERVICEGETMEMORYREPORTREQUEST']._serialized_end=2203
-  _globals['_PREFILLSERVICEGETMEMORYREPORTRESPONSE']._serialized_start=2205
-  _globals['_PREFILLSERVICEGETMEMORYREPORTRESPONSE']._serialized_end=2285
-  _globals['_PREFILLSERVICE']._serialized_start=2288
-  _globals['_PREFILLSERVICE']._serialized_end=2786
+  _globals['_PREFILLRESPONSE']._serialized_end=1349
+  _globals['_PROMPTLOGPROBS']._serialized_start=1351
+  _globals['_PROMPTLOGPROBS']._serialized_end=1410
+  _globals['_FIRSTTOKEN']._serialized_start=1412
+  _globals['_FIRSTTOKEN']._serialized_end=1484
+  _globals['_PREFILLDONE']._serialized_start=1487
+  _globals['_PREFILLDONE']._serialized_end=1666
+  _globals['_READKVREQUEST']._serialized_start=1668
+  _globals['_READKVREQUEST']._serialized_end=1761
+  _globals['_WRITEKVREQUEST']._serialized_start=1763
+  _globals['_WRITEKVREQUEST']._serialized_end=1886
+  _globals['_WRITEKVRESPONSE']._serialized_start=1888
+  _globals['_WRITEKVRESPONSE']._serialized_end=1951
+  _globals['_READKVRESPONSE']._serialized_start=1953
+  _globals['_READKVRESPONSE']._serialized_end=1984
+  _globals['_PREFILLSERVICEWATCHLOADREQUEST']._serialized_start=1986
+  _globals['_PREFILLSERVICEWATCHLOADREQUEST']._serialized_end=2018
+  _globals['_PREFILLSERVICEWATCHLOADRESPONSE']._serialized_start=2020
+  _globals['_PREFILLSERVICEWATCHLOADRESPONSE']._serialized_end=2090
+  _globals['_PREFILLSERVICEGETMEMORYREPORTREQUEST']._serialized_start=2092
+  _globals['_PREFILLSERVICEGETMEMORYREPORTREQUEST']._serialized_end=2130
+  _globals['_PREFILLSERVICEGETMEMORYREPORTRESPONSE']._serialized_start=2132
+  _globals['_PREFILLSERVICEGETMEMORYREPORTRESPONSE']._serialized_end=2212
+  _globals['_PREFILLSERVICE']._serialized_start=2215
+  _globals['_PREFILLSERVICE']._serialized_end=2713
 # @@protoc_insertion_point(module_scope)

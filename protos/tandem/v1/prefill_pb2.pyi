@@ -113,16 +113,14 @@ class Copied(_message.Message):
     def __init__(self, hold_id: _Optional[str] = ..., num_blocks: _Optional[int] = ...) -> None: ...
 
 class PrefillResponse(_message.Message):
-    __slots__ = ("kv_ready", "done", "confirmed", "prompt_logprobs")
+    __slots__ = ("kv_ready", "done", "prompt_logprobs")
     KV_READY_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
-    CONFIRMED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     kv_ready: _kv_pb2.KvReady
     done: PrefillDone
-    confirmed: Confirmed
     prompt_logprobs: PromptLogprobs
-    def __init__(self, kv_ready: _Optional[_Union[_kv_pb2.KvReady, _Mapping]] = ..., done: _Optional[_Union[PrefillDone, _Mapping]] = ..., confirmed: _Optional[_Union[Confirmed, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
+    def __init__(self, kv_ready: _Optional[_Union[_kv_pb2.KvReady, _Mapping]] = ..., done: _Optional[_Union[PrefillDone, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
 
 class PromptLogprobs(_message.Message):
     __slots__ = ("logprobs",)
@@ -155,12 +153,6 @@ class PrefillDone(_message.Message):
     prefill_s: float
     hold_id: str
     def __init__(self, first_tokens: _Optional[_Iterable[_Union[FirstToken, _Mapping]]] = ..., cached_tokens: _Optional[int] = ..., computed_tokens: _Optional[int] = ..., num_blocks: _Optional[int] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., hold_id: _Optional[str] = ...) -> None: ...
-
-class Confirmed(_message.Message):
-    __slots__ = ("hold_id",)
-    HOLD_ID_FIELD_NUMBER: _ClassVar[int]
-    hold_id: str
-    def __init__(self, hold_id: _Optional[str] = ...) -> None: ...
 
 class ReadKvRequest(_message.Message):
     __slots__ = ("pairing_id", "hold_id", "first_block", "num_blocks")

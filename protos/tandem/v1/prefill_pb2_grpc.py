@@ -31,7 +31,8 @@ class PrefillServiceStub:
     A decode instance pairs first: Pair is open as long as the two work together, and settles how KV gets across. Each Prefill names its pairing.
 
     Order of messages of Prefill: start; kv_ready after each chunk that filled blocks, prompt_logprobs when they are asked for; done, when the prompt is computed and all its blocks are
-    announced; copied, when decode's readers have finished; confirmed, and the end with OK. Without a transport nothing is held, and done is the last message.
+    announced; copied, when decode's readers have finished; then the end. The end confirms the copy when it is OK and its trailing metadata says, as tandem-confirmed, the
+    hold's id: the blocks were held without a break until then. Without a transport nothing is held, and done is the last message.
     Each Prefill RPC is the hold on its blocks: whatever ends it gives them back. An end of input in place of copied is a cancel, never consent:
     decode goes that way when the first token was the last.
     """
@@ -80,7 +81,8 @@ class PrefillServiceServicer:
     A decode instance pairs first: Pair is open as long as the two work together, and settles how KV gets across. Each Prefill names its pairing.
 
     Order of messages of Prefill: start; kv_ready after each chunk that filled blocks, prompt_logprobs when they are asked for; done, when the prompt is computed and all its blocks are
-    announced; copied, when decode's readers have finished; confirmed, and the end with OK. Without a transport nothing is held, and done is the last message.
+    announced; copied, when decode's readers have finished; then the end. The end confirms the copy when it is OK and its trailing metadata says, as tandem-confirmed, the
+    hold's id: the blocks were held without a break until then. Without a transport nothing is held, and done is the last message.
     Each Prefill RPC is the hold on its blocks: whatever ends it gives them back. An end of input in place of copied is a cancel, never consent:
     decode goes that way when the first token was the last.
     """
@@ -175,7 +177,8 @@ class PrefillService:
     A decode instance pairs first: Pair is open as long as the two work together, and settles how KV gets across. Each Prefill names its pairing.
 
     Order of messages of Prefill: start; kv_ready after each chunk that filled blocks, prompt_logprobs when they are asked for; done, when the prompt is computed and all its blocks are
-    announced; copied, when decode's readers have finished; confirmed, and the end with OK. Without a transport nothing is held, and done is the last message.
+    announced; copied, when decode's readers have finished; then the end. The end confirms the copy when it is OK and its trailing metadata says, as tandem-confirmed, the
+    hold's id: the blocks were held without a break until then. Without a transport nothing is held, and done is the last message.
     Each Prefill RPC is the hold on its blocks: whatever ends it gives them back. An end of input in place of copied is a cancel, never consent:
     decode goes that way when the first token was the last.
     """

@@ -16,8 +16,8 @@ class Sample:
     """Seconds from the start of the run."""
     num_running: int
     num_waiting: int
-    kv_usage: float
-    """0 to 1, of the fullest decode instance."""
+    kv_usage: float | None
+    """0 to 1, of the fullest decode instance; None where it does not tell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Generator:
     send_lag_p99_s: float
     """Sent minus due; 0 in a closed loop."""
     cpu: float
-    """Share of one core that the generator's process used during the run."""
+    """Share of one core that all threads of the generator's process used, in the busiest ten seconds of the run: a long quiet end must not hide them."""
     num_late: int = 0
     """Requests that were sent more than the limit behind their time."""
 

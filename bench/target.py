@@ -14,10 +14,15 @@ from bench.run import Sample
 class Exchange:
     """One request on its way, filled by the target as it happens. Times are of `clock`, seconds from the start of the run."""
 
-    sent_s: float = 0.0
-    ended_s: float = 0.0
+    sent_s: float | None = None
+    """When it was handed to the transport; None: it has not been."""
+    ended_s: float | None = None
+    """When its end was seen; None: it has not been."""
     arrived: list[Arrived] = field(default_factory=list)
+    num_arrived_tokens: int = 0
+    """Sum over `arrived`."""
     outcome: Outcome = Outcome.FAILED
+    """OK: it ended as a stream should. Whether it is what was asked for is the runner's to say."""
     error: str = ""
     num_output_tokens: int | None = None
     """By the server's usage."""
@@ -26,6 +31,11 @@ class Exchange:
     has_text: bool = False
     counted_by: str = "usage"
     path: str = ""
+
+    def take(self, at_s: float, num_tokens: int) -> None:
+        """Notes one message with tokens."""
+        self.arrived.append(Arrived(at_s, num_tokens))
+        self.num_arrived_tokens += num_tokens
 
 
 class Clock(Protocol):
@@ -43,8 +53,15 @@ class Target(Protocol):
     async def open(self) -> None:
         """Connects and asks who is there. Raises TargetError."""
 
-    async def send(self, request: PlannedRequest, clock: Clock, exchange: Exchange, *, timeout_s: float) -> None:
-        """Sends one request and takes its answer to the end. Raises nothing but CancelledError: what went wrong is the exchange's outcome."""
+    def encode(self, request: PlannedRequest) -> bytes:
+        """What goes over the wire. Made ahead of the run: a long prompt takes milliseconds, which the requests sent meanwhile would wait for."""
+
+    async def send(self, request: PlannedRequest, body: bytes, clock: Clock, exchange: Exchange) -> None:
+        """Sends one request, `body` as `encode` made it, and takes its answer to the end. Once and no more: nothing is retried.
+
+        Cancelled by the runner when time is up, it leaves nothing behind on the wire. Raises nothing but CancelledError: what went wrong is the
+        exchange's outcome.
+        """
 
     async def sample(self, clock: Clock) -> Sample | None:
         """The server's state now; None where it does not tell."""

@@ -14,6 +14,7 @@ _CONFIDENCE = 0.95
 _MAX_BLOCKS = 2000
 _MIN_BLOCKS = 5
 _MIN_BEYOND = 5
+_MAX_EXACT = 2048
 
 Floats = NDArray[np.float64]
 
@@ -105,12 +106,25 @@ def _blocks(ranks: NDArray[np.int64]) -> NDArray[np.int64]:
     return ranks // length
 
 
-def _bins(ordered: Floats) -> Floats:
-    """Values at which resampled percentiles are told: all of them where there are few, else at ranks that are dense around PERCENTILES and in the tail."""
-    if len(ordered) <= 2048:
-        return np.unique(ordered)
-    shares = np.concatenate([np.linspace(0, 1, 1025), 1 - np.geomspace(1e-1, 1 / len(ordered), 512)])
-    return np.unique(np.quantile(ordered, np.sort(shares), method="nearest"))
+def _bins(ordered: Floats) -> tuple[Floats, bool]:
+    """Values at which resampled percentiles are told: all of them where there are few, else some thousand, dense in the tail. The second: they are not all."""
+    if len(ordered) <= _MAX_EXACT:
+        return np.unique(ordered), False
+    shares = np.concatenate([np.linspace(0, 1, _MAX_EXACT // 2 + 1), 1 - np.geomspace(1e-1, 1 / len(ordered), _MAX_EXACT // 4)])
+    return np.unique(np.quantile(ordered, np.sort(shares), method="nearest")), True
+
+
+def _reached(bins: Floats, reached: Floats, target: Floats, *, between: bool) -> Floats:
+    """Of each row of counts at or below the bins, where it reaches its target."""
+    rows = np.arange(len(reached))
+    # The first bin with enough: argmax over bools stops at the first True.
+    above = np.argmax(reached >= target[:, None] - 1e-6, axis=1)
+    if not between:
+        return bins[above]
+    below = np.maximum(above - 1, 0)
+    step = np.maximum(reached[rows, above] - reached[rows, below], 1e-9)
+    share = np.clip((target - reached[rows, below]) / step, 0, 1)
+    return bins[below] + share * (bins[above] - bins[below])
 
 
 def _intervals(values: Floats, ordered: Floats, ranks: NDArray[np.int64], seed: int) -> list[Interval | None] | None:
@@ -119,14 +133,13 @@ def _intervals(values: Floats, ordered: Floats, ranks: NDArray[np.int64], seed: 
     num_blocks = int(blocks[-1]) + 1
     if num_blocks < _MIN_BLOCKS:
         return None
-    bins = _bins(ordered)
+    bins, between = _bins(ordered)
     cells = blocks * len(bins) + np.searchsorted(bins, values)
     counts = np.bincount(cells, minlength=num_blocks * len(bins)).reshape(num_blocks, len(bins)).astype(np.float32)
     sums = np.bincount(blocks, weights=values, minlength=num_blocks)
     drawn = np.random.default_rng(seed).multinomial(num_blocks, np.full(num_blocks, 1 / num_blocks), size=_NUM_RESAMPLES).astype(np.float32)
     reached = np.cumsum(drawn @ counts, axis=1, dtype=np.float64)
     totals = reached[:, -1]
-    # The first value with enough at or below it. argmax over bools stops at the first True.
-    found = [drawn @ sums / totals, *(bins[np.argmax(reached >= (percent / 100 * totals)[:, None] - 1e-6, axis=1)] for percent in PERCENTILES)]
+    found = [drawn @ sums / totals, *(_reached(bins, reached, percent / 100 * totals, between=between) for percent in PERCENTILES)]
     tail = (1 - _CONFIDENCE) / 2 * 100
     return [Interval(*(float(limit) for limit in np.percentile(each, (tail, 100 - tail)))) for each in found]

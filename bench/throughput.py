@@ -11,7 +11,7 @@ import numpy as np
 from bench.record import Outcome, Record
 
 _RAMP_PERCENTILE = 90
-_MAX_RAMP = 0.25
+_MAX_RAMP = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,14 @@ def throughput(records: Sequence[Record]) -> Throughput:
 
 
 def steady_start_s(records: Sequence[Record]) -> float:
-    """End of the ramp: p90 of E2E after the first request's time, when about as many are out as will be later, but at most a quarter of the time in which they come."""
+    """When about as many requests are out as will be later: p90 of E2E after the first one, but at most half the time in which requests come.
+
+    Only E2E of the first quarter's requests counts: those that come later may stand in a queue that grows and grows.
+    """
     scheduled = np.array([record.scheduled_s for record in records])
     first, last = float(scheduled.min()), float(scheduled.max())
-    took = [record.ended_s - record.scheduled_s for record in records if record.outcome is Outcome.OK]
+    quarter = first + (last - first) / 4
+    took = [record.ended_s - record.scheduled_s for record in records if record.outcome is Outcome.OK and record.scheduled_s <= quarter]
     ramp = float(np.percentile(took, _RAMP_PERCENTILE)) if took else 0.0
     return first + min(ramp, (last - first) * _MAX_RAMP)
 

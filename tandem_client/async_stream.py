@@ -42,7 +42,7 @@ class _Line:
 
     def abandon(self) -> None:
         """From a finalizer, in whatever thread that runs."""
-        if self.loop is not None and not self.call.done():
+        if self.loop is not None and self.call is not None and not self.call.done():
             with suppress(RuntimeError):  # the loop is closed, and its connections with it
                 self.loop.call_soon_threadsafe(self.call.cancel)
 

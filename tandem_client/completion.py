@@ -84,18 +84,22 @@ class Completion:
 
     @property
     def text(self) -> str:
+        """Text of the first sample."""
         return self.choices[0].text
 
     @property
     def token_ids(self) -> tuple[int, ...]:
+        """Tokens of the first sample."""
         return self.choices[0].token_ids
 
     @property
     def logprobs(self) -> tuple[TokenLogprob, ...]:
+        """Of the first sample, one for each token, when asked for."""
         return self.choices[0].logprobs
 
     @property
     def finish(self) -> Finish:
+        """How the first sample ended."""
         finish = self.choices[0].finish
         assert finish is not None, "a completion is made of samples that have ended"
         return finish

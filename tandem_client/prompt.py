@@ -18,10 +18,7 @@ def prompt_request(prompt: str | Sequence[int], options: Options) -> gateway_pb2
     if isinstance(prompt, str):
         request.text = prompt
         return request
-    try:
-        request.token_ids.CopyFrom(generation_pb2.TokenIds(ids=prompt))
-    except (TypeError, ValueError) as error:
-        raise type(error)(f"prompt: {error}") from None
+    request.token_ids.CopyFrom(_token_ids(prompt))
     return request
 
 
@@ -48,3 +45,12 @@ def _request(options: Options) -> gateway_pb2.GenerateRequest:
         priority=options.get("priority") or 0,
         echo=options.get("echo") or False,
     )
+
+
+def _token_ids(prompt: Any) -> generation_pb2.TokenIds:
+    if prompt is None or isinstance(prompt, bytes):  # protobuf would take them for no ids, and for small ones
+        raise TypeError(f"prompt: a text or a sequence of token ids is needed, not {type(prompt).__name__}")
+    try:
+        return generation_pb2.TokenIds(ids=prompt)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"prompt: {error}") from None

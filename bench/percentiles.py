@@ -71,13 +71,13 @@ def distribution(name: str, values: Floats, owners: NDArray[np.int64], num_all: 
     ranks = _ranks(owners)
     num_requests = int(ranks[-1]) + 1 if len(ranks) else 0
     ordered = np.sort(values)
-    points = np.percentile(ordered, PERCENTILES) if len(ordered) else np.full(len(PERCENTILES), math.nan)
+    points = [float(values.mean()), *(float(point) for point in np.percentile(ordered, PERCENTILES))] if num_requests else [math.nan] * (len(PERCENTILES) + 1)
     intervals = _intervals(values, ordered, ranks, seed) if num_requests else None
+    spans = [None] * len(points) if intervals is None else [_around(interval, point) for interval, point in zip(intervals, points, strict=True)]
+    mean = Figure(points[0], spans[0])
     figures = []
-    for place, percent in enumerate(PERCENTILES):
-        thin = len(values) * (100 - percent) / 100 < _MIN_BEYOND
-        figures.append((percent, Figure(float(points[place]), None if intervals is None else intervals[place + 1], thin)))
-    mean = Figure(float(values.mean()) if len(values) else math.nan, None if intervals is None else intervals[0])
+    for percent, point, span in zip(PERCENTILES, points[1:], spans[1:], strict=True):
+        figures.append((percent, Figure(point, span, thin=len(values) * (100 - percent) / 100 < _MIN_BEYOND)))
     of_all = tuple((percent, _of_all(ordered, num_all, percent)) for percent in PERCENTILES) if never else ()
     return Distribution(name, len(values), num_requests, num_all, mean, tuple(figures), float(ordered[-1]) if len(ordered) else math.nan, of_all)
 
@@ -103,7 +103,8 @@ def _blocks(ranks: NDArray[np.int64]) -> NDArray[np.int64]:
     """For each value the number of its block: the cube root of the requests in each, and no more than 2000 blocks, so that time stays bounded."""
     num_requests = int(ranks[-1]) + 1
     length = max(math.ceil(num_requests ** (1 / 3)), math.ceil(num_requests / _MAX_BLOCKS))
-    return ranks // length
+    blocks: NDArray[np.int64] = ranks // length
+    return blocks
 
 
 def _bins(ordered: Floats) -> tuple[Floats, bool]:
@@ -119,15 +120,17 @@ def _reached(bins: Floats, reached: Floats, target: Floats, *, between: bool) ->
     rows = np.arange(len(reached))
     # The first bin with enough: argmax over bools stops at the first True.
     above = np.argmax(reached >= target[:, None] - 1e-6, axis=1)
+    reached_at: Floats = bins[above]
     if not between:
-        return bins[above]
+        return reached_at
     below = np.maximum(above - 1, 0)
     step = np.maximum(reached[rows, above] - reached[rows, below], 1e-9)
     share = np.clip((target - reached[rows, below]) / step, 0, 1)
-    return bins[below] + share * (bins[above] - bins[below])
+    within: Floats = bins[below] + share * (reached_at - bins[below])
+    return within
 
 
-def _intervals(values: Floats, ordered: Floats, ranks: NDArray[np.int64], seed: int) -> list[Interval | None] | None:
+def _intervals(values: Floats, ordered: Floats, ranks: NDArray[np.int64], seed: int) -> list[Interval] | None:
     """Of the mean, then of PERCENTILES; None when there are too few blocks to draw from."""
     blocks = _blocks(ranks)
     num_blocks = int(blocks[-1]) + 1
@@ -143,3 +146,8 @@ def _intervals(values: Floats, ordered: Floats, ranks: NDArray[np.int64], seed: 
     found = [drawn @ sums / totals, *(_reached(bins, reached, percent / 100 * totals, between=between) for percent in PERCENTILES)]
     tail = (1 - _CONFIDENCE) / 2 * 100
     return [Interval(*(float(limit) for limit in np.percentile(each, (tail, 100 - tail)))) for each in found]
+
+
+def _around(interval: Interval, value: float) -> Interval:
+    """A rounding error must not leave a figure beside its own interval."""
+    return Interval(min(interval.low, value), max(interval.high, value))

@@ -35,14 +35,14 @@ class Stability:
 
 
 def stability(records: Sequence[Record]) -> Stability:
-    """Of an open loop's records without the warm-up's. A request is in flight from its scheduled time on: one that was not sent yet waits too.
+    """Of an open loop's records without the warm-up's, at least one. A request is in flight from its scheduled time on: one that was not sent yet waits too.
 
     A queue that wanders has a slope too; it is one only if it is beyond what twelve means of consecutive pieces leave to chance. Too few requests
     to tell count as stable.
     """
     start_s = np.array([record.scheduled_s for record in records])
     end_s = np.array([record.ended_s for record in records])
-    first, last = steady_start_s(records), float(start_s.max(initial=-math.inf))
+    first, last = steady_start_s(records), float(start_s.max())
     come = int(((start_s >= first) & (start_s <= last)).sum())
     if come < _MIN_REQUESTS or last <= first:
         return Stability(True, math.nan, 0.0, 0.0)

@@ -271,7 +271,7 @@ def record_of(request: PlannedRequest, exchange: Exchange, now_s: float) -> Reco
         arrived=tuple(exchange.arrived),
         outcome=outcome,
         error=error,
-        num_prompt_tokens=len(request.prompt_token_ids),
+        num_prompt_tokens=len(request.prompt_token_ids) if exchange.num_prompt_tokens is None else exchange.num_prompt_tokens,
         max_tokens=request.max_tokens,
         num_output_tokens=exchange.num_arrived_tokens if exchange.num_output_tokens is None else exchange.num_output_tokens,
         num_cached_tokens=exchange.num_cached_tokens,

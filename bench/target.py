@@ -26,6 +26,8 @@ class Exchange:
     error: str = ""
     num_output_tokens: int | None = None
     """By the server's usage."""
+    num_prompt_tokens: int | None = None
+    """By the server's usage, where text was sent; None: as many as were sent."""
     num_cached_tokens: int = 0
     finish_reason: str = ""
     has_text: bool = False

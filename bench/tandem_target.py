@@ -22,6 +22,8 @@ _OPEN_TIMEOUT_S: Final = 10.0
 _STREAMS_PER_CONNECTION: Final = 1024
 """Well below what the gateway takes on one; more would wait unseen in this process."""
 _REFUSED: Final = (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNAVAILABLE)
+_NOBODY_THERE: Final = ("failed to connect", "Socket closed")
+"""gRPC's own words of an UNAVAILABLE that no server has said: a failure, as it is over HTTP."""
 _FINISH_REASONS: Final = {
     generation_pb2.FINISH_REASON_STOP: "stop",
     generation_pb2.FINISH_REASON_LENGTH: "length",
@@ -169,7 +171,7 @@ def _note(response: gateway_pb2.GenerateResponse, exchange: Exchange) -> None:
 
 def _note_error(error: grpc.aio.AioRpcError, exchange: Exchange) -> None:
     status = StatusError.of(error)
-    refused = status.code in _REFUSED and not exchange.arrived
+    refused = status.code in _REFUSED and not exchange.arrived and not status.message.startswith(_NOBODY_THERE)
     exchange.outcome = Outcome.REFUSED if refused else Outcome.FAILED
     reason = f" {status.reason}" if status.reason and status.reason != status.code.name else ""
     exchange.error = " ".join(f"{status.code.name}{reason}: {status.message}".split())

@@ -67,7 +67,7 @@ class TandemTarget:
         self._channel = control_channel(self._target)
         self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)
         try:
-            listed = await self._stub.ListModels(gateway_pb2.ListModelsRequest(), timeout=_OPEN_TIMEOUT_S, wait_for_ready=True)
+            listed = await self._stub.ListModels(gateway_pb2.ListModelsRequest(), timeout=_OPEN_TIMEOUT_S)
         except grpc.aio.AioRpcError as error:
             raise TargetError(f"{self.name} cannot be loaded: {error.code().name}: {error.details()}") from None
         served = [model.id for model in listed.models]

@@ -12,20 +12,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import grpc
 import numpy as np
 from rich.console import Console
 from rich.live import Live
 
 from cli.demo_view import Answer, LiveAnswers, summary_table
 from cli.errors import UserError
-from cli.generation import Generation, chat_request, told
+from cli.generation import Generation, gateway_client, told
 from cli.report import Report, Verdict
 from cli.stack import Stack, StackOptions
 from cli.waterfall import waterfall
-from rpc.channels import control_channel
-from rpc.errors import StatusError
-from tandem.v1 import generation_pb2
+from tandem_client import AsyncClient, Options, TandemError
 from telemetry.receiver import OtlpReceiver, ReceivedSpan
 from telemetry.spans import REQUEST_ID
 
@@ -133,17 +130,17 @@ def _with_tracing(options: StackOptions, endpoint: str) -> StackOptions:
 
 
 def _answers(options: DemoOptions) -> list[Answer]:
-    sampling = generation_pb2.SamplingParams(temperature=0.0, max_tokens=24 if options.short else 96)
+    given: Options = {"temperature": 0.0, "max_tokens": 24 if options.short else 96, "timeout_s": _ANSWER_S}
     return [
-        Answer(prompt, Generation(chat_request([("user", prompt)], sampling, request_id=f"demo-{i}-{uuid.uuid4().hex[:8]}")))
+        Answer(prompt, Generation([{"role": "user", "content": prompt}], {**given, "request_id": f"demo-{i}-{uuid.uuid4().hex[:8]}"}))
         for i, prompt in enumerate(_PROMPTS, 1)
     ]
 
 
 async def _ask_all(stack: Stack, answers: Sequence[Answer], console: Console) -> None:
     """Sends all prompts at once. A service that dies in the middle ends its requests with a status; nothing here waits for it."""
-    async with control_channel(stack.gateway_address) as channel:
-        asking = [asyncio.create_task(_ask(answer, channel, stack.gateway_address)) for answer in answers]
+    async with gateway_client(stack.gateway_address) as client:
+        asking = [asyncio.create_task(_ask(answer, client, stack.gateway_address)) for answer in answers]
         if console.is_terminal:
             with Live(LiveAnswers(answers), console=console, refresh_per_second=12, vertical_overflow="crop"):
                 await asyncio.gather(*asking)
@@ -152,11 +149,11 @@ async def _ask_all(stack: Stack, answers: Sequence[Answer], console: Console) ->
                 _print_plain(await done, console)
 
 
-async def _ask(answer: Answer, channel: grpc.aio.Channel, target: str) -> Answer:
+async def _ask(answer: Answer, client: AsyncClient, target: str) -> Answer:
     try:
-        async for _ in answer.generation.stream(channel, timeout_s=_ANSWER_S):
+        async for _ in answer.generation.stream(client):
             pass
-    except StatusError as error:
+    except TandemError as error:
         answer.error = str(told(error, target))
     return answer
 
@@ -171,7 +168,7 @@ def _traced(run: _Run) -> tuple[ReceivedSpan, ...]:
     """The trace of the first request whose KV was handed over, or else of the first with a trace."""
     by_id = {span.attributes.get(REQUEST_ID): span.trace_id for span in run.spans}
     for answer in sorted(run.answers, key=lambda one: one.path != "handover"):
-        if trace_id := by_id.get(answer.generation.request.request_id):
+        if trace_id := by_id.get(answer.generation.options.get("request_id")):
             return tuple(span for span in run.spans if span.trace_id == trace_id)
     return ()
 
@@ -225,18 +222,17 @@ def _totals(run: _Run) -> dict[str, int | float | str]:
 
 
 def _detail(answer: Answer) -> dict[str, object]:
-    generation = answer.generation
-    usage = generation.usage or generation_pb2.Usage()
+    generation, usage = answer.generation, answer.generation.usage
     return {
         "prompt": answer.prompt,
         "text": generation.text,
         "error": answer.error,
-        "prompt_tokens": usage.prompt_tokens,
-        "cached_tokens": usage.cached_tokens,
+        "prompt_tokens": usage.prompt_tokens if usage else 0,
+        "cached_tokens": usage.cached_tokens if usage else 0,
         "output_tokens": generation.num_output_tokens,
         "ttft_s": generation.ttft_s,
         "itl_p50_s": answer.percentile_s(50),
         "itl_p99_s": answer.percentile_s(99),
         "tokens_per_s": generation.tokens_per_s,
-        "trailers": dict(generation.trailers),
+        "trailers": dict(generation.path.trailers),
     }

@@ -13,7 +13,6 @@ from rich.text import Text
 
 from cli.generation import Generation
 from cli.waterfall import duration_text
-from tandem.v1 import generation_pb2
 
 _WIDE = 100
 """Columns from which two answers stand side by side."""
@@ -30,17 +29,17 @@ class Answer:
     @property
     def path(self) -> str:
         """How the prompt was computed, as the gateway says."""
-        return self.generation.trailers.get("path", "")
+        return self.generation.path.kind
 
     @property
     def kv_bytes(self) -> int:
         """Bytes of KV cache handed over."""
-        return int(self.generation.trailers.get("kv-bytes", "0") or 0)
+        return self.generation.path.kv_bytes
 
     @property
     def transport(self) -> str:
         """What carried them; empty when nothing was handed over."""
-        return self.generation.trailers.get("kv-transport", "")
+        return self.generation.path.kv_transport
 
     def percentile_s(self, percent: float) -> float | None:
         """Of the gaps between messages with tokens, in seconds."""
@@ -99,13 +98,12 @@ def summary_table(answers: Sequence[Answer]) -> Table:
 
 
 def _measured(answer: Answer) -> list[str]:
-    generation = answer.generation
-    usage = generation.usage or generation_pb2.Usage()
+    generation, usage = answer.generation, answer.generation.usage
     times = (generation.ttft_s, answer.percentile_s(50), answer.percentile_s(99))
     rate = generation.tokens_per_s
     return [
-        str(usage.prompt_tokens),
-        str(usage.cached_tokens),
+        str(usage.prompt_tokens if usage else 0),
+        str(usage.cached_tokens if usage else 0),
         str(generation.num_output_tokens),
         *("-" if value is None else duration_text(value) for value in times),
         "-" if rate is None else f"{rate:.1f}",

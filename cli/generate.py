@@ -8,15 +8,12 @@ from collections.abc import Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
-import grpc
 from rich.console import Console
 
 from cli.errors import UserError
-from cli.generation import Generation, chat_request, told
+from cli.generation import Generation, gateway_client, told
 from cli.sample_writer import SampleWriter
-from rpc.channels import control_channel
-from rpc.errors import StatusError
-from tandem.v1 import gateway_pb2, generation_pb2
+from tandem_client import AsyncClient, ChatMessage, Options, Sampling, TandemError
 
 Write = Callable[[str], None]
 
@@ -27,36 +24,35 @@ class GenerateOptions:
 
     target: str
     system: str | None
-    sampling: generation_pb2.SamplingParams
+    sampling: Sampling
     model: str = ""
     timeout_s: float | None = None
     echo: bool = False
 
+    def generation(self, prompt: str | list[ChatMessage]) -> Generation:
+        """A call with these options; a conversation begins with the system message, where there is one."""
+        options: Options = {"model": self.model, "timeout_s": self.timeout_s, "echo": self.echo}
+        options = {**options, **self.sampling}
+        if isinstance(prompt, str) or self.system is None:
+            return Generation(prompt, options)
+        return Generation([{"role": "system", "content": self.system}, *prompt], options)
+
 
 async def generate(prompt: str, options: GenerateOptions, *, raw: bool, write: Write, console: Console) -> None:
     """Streams one completion to `write`, and a line of measurements to `console`. Raises UserError."""
-    if raw:
-        request = gateway_pb2.GenerateRequest(model=options.model, text=prompt, sampling_params=options.sampling)
-    else:
-        request = chat_request(_with_system(options.system, [("user", prompt)]), options.sampling, model=options.model)
-    request.echo = options.echo
-    generation = Generation(request)
-    async with control_channel(options.target) as channel:
-        await _stream(generation, channel, options, write)
+    generation = options.generation(prompt if raw else [{"role": "user", "content": prompt}])
+    async with gateway_client(options.target) as client:
+        await _stream(generation, client, options, write)
     _print_summary(generation, console)
 
 
-def _with_system(system: str | None, turns: list[tuple[str, str]]) -> list[tuple[str, str]]:
-    return [("system", system), *turns] if system is not None else turns
-
-
-async def _stream(generation: Generation, channel: grpc.aio.Channel, options: GenerateOptions, write: Write) -> None:
-    out = SampleWriter(options.sampling.n or 1, write)
+async def _stream(generation: Generation, client: AsyncClient, options: GenerateOptions, write: Write) -> None:
+    out = SampleWriter(options.sampling.get("n") or 1, write)
     try:
-        async with aclosing(generation.stream(channel, timeout_s=options.timeout_s)) as pieces:
+        async with aclosing(generation.stream(client)) as pieces:
             async for piece in pieces:
                 out.add(piece)
-    except StatusError as error:
+    except TandemError as error:
         out.break_off()
         raise told(error, options.target) from None
 
@@ -64,7 +60,7 @@ async def _stream(generation: Generation, channel: grpc.aio.Channel, options: Ge
 def _print_summary(generation: Generation, console: Console) -> None:
     if generation.usage is None or generation.ttft_s is None or generation.tokens_per_s is None or not console.is_terminal:
         return
-    usage, path = generation.usage, generation.trailers.get("path", "?")
+    usage, path = generation.usage, generation.path.kind or "?"
     console.print(
         f"{usage.prompt_tokens} + {usage.completion_tokens} tokens ({usage.cached_tokens} cached), first after {generation.ttft_s * 1e3:.0f} ms, "
         f"{generation.tokens_per_s:.1f} tokens/s, path {path}",
@@ -81,7 +77,7 @@ class Chat:
         self._options = options
         self._console = console
         self._write = write or _write_out
-        self._turns: list[tuple[str, str]] = []
+        self._turns: list[ChatMessage] = []
 
     def run(self, read_line: Callable[[str], str] = input) -> None:
         """Reads lines and answers them until the end of input. Raises UserError when the gateway cannot be reached at the first turn."""
@@ -89,12 +85,12 @@ class Chat:
             import readline  # noqa: F401
         self._console.print("Ctrl-C cancels an answer, /reset forgets the conversation, Ctrl-D or /exit ends.", style="dim", highlight=False)
         with asyncio.Runner() as runner:
-            channel = runner.run(_open(self._options.target))
+            client = gateway_client(self._options.target)
             try:
                 while (line := self._next_line(read_line)) is not None:
-                    self._answer(runner, channel, line)
+                    self._answer(runner, client, line)
             finally:
-                runner.run(channel.close())
+                runner.run(client.close())
 
     def _next_line(self, read_line: Callable[[str], str]) -> str | None:
         while True:
@@ -114,11 +110,11 @@ class Chat:
             elif line:
                 return line
 
-    def _answer(self, runner: asyncio.Runner, channel: grpc.aio.Channel, line: str) -> None:
-        turns = [*self._turns, ("user", line)]
-        generation = Generation(chat_request(_with_system(self._options.system, turns), self._options.sampling, model=self._options.model))
+    def _answer(self, runner: asyncio.Runner, client: AsyncClient, line: str) -> None:
+        turns: list[ChatMessage] = [*self._turns, {"role": "user", "content": line}]
+        generation = self._options.generation(turns)
         try:
-            runner.run(_stream(generation, channel, self._options, self._write))
+            runner.run(_stream(generation, client, self._options, self._write))
             _print_summary(generation, self._console)
         except KeyboardInterrupt:
             self._write("\n")
@@ -128,11 +124,7 @@ class Chat:
                 raise
             self._console.print(str(error), style="red", markup=False, highlight=False)
         if generation.text:
-            self._turns = [*turns, ("assistant", generation.text)]
-
-
-async def _open(target: str) -> grpc.aio.Channel:
-    return control_channel(target)
+            self._turns = [*turns, {"role": "assistant", "content": generation.text}]
 
 
 def _write_out(text: str) -> None:

@@ -126,22 +126,20 @@ def generate(
     from dataclasses import replace
 
     from cli.generate import generate_to_stdout
-    from cli.sampling import sampling_params
+    from cli.sampling import sampling_flags
 
     options = _options(gateway, model, system, max_tokens, temperature, top_p, seed, timeout_s)
-    options.sampling.MergeFrom(
-        sampling_params(
-            n=n,
-            min_tokens=min_tokens,
-            stop=stop,
-            presence_penalty=presence_penalty,
-            frequency_penalty=frequency_penalty,
-            repetition_penalty=repetition_penalty,
-            logit_bias=logit_bias or (),
-            bad_words=bad_word,
-        )
+    further = sampling_flags(
+        n=n,
+        min_tokens=min_tokens,
+        stop=stop,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        repetition_penalty=repetition_penalty,
+        logit_bias=logit_bias or (),
+        bad_words=bad_word,
     )
-    generate_to_stdout(prompt, replace(options, echo=echo), raw=raw)
+    generate_to_stdout(prompt, replace(options, sampling={**options.sampling, **further}, echo=echo), raw=raw)
 
 
 @app.command()
@@ -168,9 +166,9 @@ def _options(
 ) -> GenerateOptions:
     from cli.generate import GenerateOptions
     from cli.generation import gateway_target
-    from tandem.v1 import generation_pb2
+    from cli.sampling import sampling_flags
 
-    sampling = generation_pb2.SamplingParams(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    sampling = sampling_flags(max_tokens=max_tokens, temperature=temperature, top_p=top_p, seed=seed)
     return GenerateOptions(gateway_target(gateway), system, sampling, model, timeout_s)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from cli.generation import Piece
+from tandem_client import Piece
 
 
 class SampleWriter:
@@ -23,7 +23,7 @@ class SampleWriter:
     def add(self, piece: Piece) -> None:
         """Takes the next piece of any sample."""
         self._waiting[piece.index] += piece.text
-        self._ended[piece.index] |= piece.last
+        self._ended[piece.index] |= piece.finish is not None
         while self._current < self._n and (self._waiting[self._current] or self._ended[self._current]):
             self._write_current()
             if not self._ended[self._current]:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import cast
 
 from cli.errors import UserError
-from tandem.v1 import generation_pb2
+from tandem_client import Sampling
+from tandem_client.sampling import sampling_params
 
 
-def sampling_params(*, logit_bias: Iterable[str] = (), **given: object) -> generation_pb2.SamplingParams:
-    """By the names of SamplingParams' fields; None and empty lists are left out. `logit_bias` holds ID=VALUE. Raises UserError."""
-    fields = {name: value for name, value in given.items() if value is not None}
-    biases = dict(map(_bias, logit_bias))
+def sampling_flags(*, logit_bias: Iterable[str] = (), **given: object) -> Sampling:
+    """By the names of Sampling; None and empty lists are left out. `logit_bias` holds ID=VALUE. Raises UserError."""
+    flags = {name: value for name, value in given.items() if value is not None and value != []}
+    if biases := dict(map(_bias, logit_bias)):
+        flags["logit_bias"] = biases
     try:
-        return generation_pb2.SamplingParams(**fields, logit_bias=biases)  # type: ignore[arg-type] # the flags have the fields' types
+        sampling_params(flags)
     except ValueError as error:  # a number that is too large for its field
         raise UserError(str(error)) from None
+    return cast("Sampling", flags)
 
 
 def _bias(text: str) -> tuple[int, float]:

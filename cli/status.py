@@ -11,12 +11,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from cli.generation import told
+from cli.generation import gateway_client, told
 from rpc.channels import control_channel
-from rpc.errors import StatusError
-from tandem.v1 import gateway_pb2, gateway_pb2_grpc
-
-_ROLES = {gateway_pb2.INSTANCE_ROLE_PREFILL: "prefill", gateway_pb2.INSTANCE_ROLE_DECODE: "decode"}
+from tandem_client import GatewayStatus, TandemError
 
 
 class Health(IntEnum):
@@ -43,12 +40,11 @@ async def check_health(target: str, service: str, timeout_s: float) -> tuple[Hea
 
 async def print_status(target: str, timeout_s: float, console: Console) -> None:
     """Prints the gateway's view of itself and of both pools. Raises UserError."""
-    async with control_channel(target) as channel:
-        stub: Any = gateway_pb2_grpc.GatewayServiceStub(channel)
+    async with gateway_client(target) as client:
         try:
-            status = await stub.GetStatus(gateway_pb2.GetStatusRequest(), timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise told(StatusError.of(error), target) from None
+            status = await client.status(timeout_s=timeout_s)
+        except TandemError as error:
+            raise told(error, target) from None
     counts = f"{status.num_requests_running} running, {status.num_requests_waiting} in the queue"
     console.print(f"gateway {target}, version {status.version}: {counts}{', draining' if status.draining else ''}", highlight=False)
     models = sorted({instance.load.model for instance in status.instances if instance.load.model})
@@ -60,18 +56,18 @@ async def print_status(target: str, timeout_s: float, console: Console) -> None:
         console.print(_kv_paths(status))
 
 
-def _instances(status: gateway_pb2.GetStatusResponse) -> Table:
+def _instances(status: GatewayStatus) -> Table:
     table = Table(header_style="bold", box=None, pad_edge=False)
     for name in ("instance", "pool", "state"):
         table.add_column(name, no_wrap=True)
     for name in ("running", "waiting", "moving", "backlog", "blocks used"):
         table.add_column(name, justify="right", no_wrap=True)
-    for instance in sorted(status.instances, key=lambda one: (-one.role, one.name)):
+    for instance in sorted(status.instances, key=lambda one: (one.role, one.name)):
         load = instance.load
         used = f"{load.num_blocks - load.num_free_blocks} / {load.num_blocks}" if load.num_blocks else "-"
         table.add_row(
             Text(instance.name),
-            _ROLES.get(instance.role, "?"),
+            instance.role,
             Text("ready", "green") if instance.available else Text(instance.reason or "not available", "red"),
             str(load.num_requests_running),
             str(load.num_requests_waiting),
@@ -82,7 +78,7 @@ def _instances(status: gateway_pb2.GetStatusResponse) -> Table:
     return table
 
 
-def _kv_paths(status: gateway_pb2.GetStatusResponse) -> Table:
+def _kv_paths(status: GatewayStatus) -> Table:
     """A row for each pair: how KV gets to a decode instance from a prefill instance; the reason says why not at all, or not by a transport preferred to it."""
     table = Table(header_style="bold", box=None, pad_edge=False)
     for name in ("KV to", "from", "by"):

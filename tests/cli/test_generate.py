@@ -11,17 +11,16 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
-import grpc
 import pytest
 from rich.console import Console
 
 from cli.errors import UserError
 from cli.generate import Chat, GenerateOptions, generate
-from cli.generation import Generation, Piece, chat_request
+from cli.generation import Generation, gateway_client
 from cli.sample_writer import SampleWriter
-from cli.sampling import sampling_params
+from cli.sampling import sampling_flags
 from rpc.server import RpcServer
-from tandem.v1 import generation_pb2
+from tandem_client import Finish, FinishReason, Piece
 from tests.cli.scripted_service import WORDS, ScriptedGateway, add_gateway
 
 _ANSWER = "".join(WORDS)
@@ -43,7 +42,7 @@ async def scripted(request: pytest.FixtureRequest) -> AsyncIterator[tuple[str, S
 
 
 def _options(target: str, system: str | None = None) -> GenerateOptions:
-    return GenerateOptions(target, system, generation_pb2.SamplingParams(max_tokens=8))
+    return GenerateOptions(target, system, {"max_tokens": 8})
 
 
 async def test_generate_streams_text_and_sends_the_chat(scripted: tuple[str, ScriptedGateway]) -> None:
@@ -69,7 +68,7 @@ async def test_summary_names_tokens_and_path_on_a_terminal(scripted: tuple[str, 
 
 async def test_samples_are_written_whole_one_below_the_other(scripted: tuple[str, ScriptedGateway]) -> None:
     pieces: list[str] = []
-    options = replace(_options(scripted[0]), sampling=generation_pb2.SamplingParams(n=3), echo=True)
+    options = replace(_options(scripted[0]), sampling={"n": 3}, echo=True)
     await generate("x", options, raw=True, write=pieces.append, console=Console(file=io.StringIO()))
     loud = _ANSWER.upper()
     assert "".join(pieces) == f"--- 1 of 3 ---\n{_ANSWER}\n--- 2 of 3 ---\n{loud}\n--- 3 of 3 ---\n{loud}\n"
@@ -80,8 +79,8 @@ async def test_samples_are_written_whole_one_below_the_other(scripted: tuple[str
 def test_samples_that_break_off_are_shown_as_far_as_they_came() -> None:
     pieces: list[str] = []
     writer = SampleWriter(3, pieces.append)
-    for piece in (Piece(2, "third", False), Piece(0, "", True), Piece(1, "sec", False)):
-        writer.add(piece)
+    for index, text, finish in ((2, "third", None), (0, "", Finish(FinishReason.STOP)), (1, "sec", None)):
+        writer.add(Piece(text, (), (), index, 0, finish))
     writer.break_off()
     assert "".join(pieces) == "--- 1 of 3 ---\n\n--- 2 of 3 ---\nsec\n--- 3 of 3 ---\nthird\n"
     refused: list[str] = []
@@ -90,15 +89,15 @@ def test_samples_that_break_off_are_shown_as_far_as_they_came() -> None:
 
 
 def test_flags_become_parameters_and_what_is_not_given_stays_unset() -> None:
-    params = sampling_params(n=2, min_tokens=None, stop=None, presence_penalty=0.5, bad_words=["x"], logit_bias=["5=-100", "7=2.5"])
-    assert params == generation_pb2.SamplingParams(n=2, presence_penalty=0.5, bad_words=["x"], logit_bias={5: -100.0, 7: 2.5})
+    flags = sampling_flags(n=2, min_tokens=None, stop=[], presence_penalty=0.5, bad_words=["x"], logit_bias=["5=-100", "7=2.5"])
+    assert flags == {"n": 2, "presence_penalty": 0.5, "bad_words": ["x"], "logit_bias": {5: -100.0, 7: 2.5}}
     for wrong in ("5", "x=1", "5=y", "=1"):
         with pytest.raises(UserError, match="ID=VALUE"):
-            sampling_params(logit_bias=[wrong])
+            sampling_flags(logit_bias=[wrong])
     with pytest.raises(UserError):
-        sampling_params(n=2**40)
+        sampling_flags(n=2**40)
     with pytest.raises(UserError):
-        sampling_params(logit_bias=["-1=5"])
+        sampling_flags(logit_bias=["-1=5"])
 
 
 @pytest.mark.parametrize("scripted", ["refuse"], indirect=True)
@@ -116,20 +115,20 @@ async def test_unreachable_gateway_is_told_in_one_line() -> None:
 @pytest.mark.parametrize("scripted", ["slow"], indirect=True)
 async def test_leaving_a_stream_early_cancels_the_call(scripted: tuple[str, ScriptedGateway]) -> None:
     target, gateway = scripted
-    async with grpc.aio.insecure_channel(target) as channel:
-        stream = Generation(chat_request([("user", "x")], generation_pb2.SamplingParams())).stream(channel)
+    async with gateway_client(target) as client:
+        stream = Generation("x", {}).stream(client)
         assert (await anext(stream)).text == WORDS[0]
         await stream.aclose()
         await asyncio.wait_for(gateway.cancelled.wait(), 10)
 
 
 async def test_measurements_count_tokens_gaps_and_trailers(scripted: tuple[str, ScriptedGateway]) -> None:
-    generation = Generation(chat_request([("user", "x")], generation_pb2.SamplingParams()))
-    async with grpc.aio.insecure_channel(scripted[0]) as channel:
-        assert "".join([piece.text async for piece in generation.stream(channel)]) == _ANSWER
+    generation = Generation("x", {})
+    async with gateway_client(scripted[0]) as client:
+        assert "".join([piece.text async for piece in generation.stream(client)]) == _ANSWER
     assert (generation.num_output_tokens, len(generation.gaps_s)) == (len(WORDS), len(WORDS) - 1)
     assert generation.ttft_s is not None
-    assert generation.trailers["kv-transport"] == "inline"
+    assert generation.path.kv_transport == "inline"
 
 
 @contextmanager

@@ -1,0 +1,225 @@
+"""A report's tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from bench import quantity
+from bench.html_table import THIN_NOTE, Cell, figure_cell, run_name, table, times_cell
+from bench.percentiles import PERCENTILES, Distribution, Figure
+from bench.plots import Shown
+from bench.record import Outcome
+from bench.throughput import Rates
+
+_PLAN_NAMES = {
+    "loop": "loop",
+    "workload": "workload",
+    "arrivals": "arrivals",
+    "concurrency": "concurrency",
+    "scale": "scale of all lengths",
+    "seed": "seed",
+    "num_requests": "requests",
+    "num_warm_up": "of those warm-up",
+}
+_LOOPS = {"open": "open: each request at its own time, whatever became of those before it", "closed": "closed: the next one is sent when one has ended"}
+_NAMES = {"TTFT": "TTFT", "TTFT from sent": "TTFT from sent", "TPOT": "TPOT", "ITL": "ITL (gap)", "E2E": "E2E", "E2E from sent": "E2E from sent"}
+
+
+def _run(each: Shown) -> str:
+    return f"<td>{run_name(each.name, each.style, void=bool(each.run.void))}</td>"
+
+
+def asked(shown: Sequence[Shown]) -> str:
+    """What was asked of each run: rows are its parts, columns the runs."""
+    parts: list[tuple[str, list[str]]] = [("target", [each.run.target for each in shown])]
+    keys = dict.fromkeys([*_PLAN_NAMES, *(key for each in shown for key in each.run.plan)])
+    for key in keys:
+        told = [_plan_part(key, each.run.plan.get(key)) for each in shown]
+        if any(told) or key == "loop":
+            parts.append((_PLAN_NAMES.get(key, key.replace("_", " ")), told))
+    parts.append(("started", [each.run.started_at for each in shown]))
+    parts.append(("took", [f"{quantity.number(each.run.duration_s, 4)} s" for each in shown]))
+    cold = [", ".join(f"{key.removesuffix('_s').upper()} {quantity.seconds(value)}" for key, value in each.run.cold_start.items()) for each in shown]
+    if any(cold):
+        parts.append(("cold start, in no figure", cold))
+    return _by_run("", shown, parts)
+
+
+def _plan_part(key: str, value: Any) -> str:
+    if key == "loop":
+        return _LOOPS.get(str(value), f"{value or 'not stated'}")
+    return "" if value is None else f"{value:,}".replace(",", "\u202f") if isinstance(value, int) and key != "seed" else str(value)
+
+
+def _by_run(caption: str, shown: Sequence[Shown], parts: Sequence[tuple[str, Sequence[str]]], *, mark_differences: bool = False) -> str:
+    heads = "".join(f'<th scope="col">{run_name(each.name, each.style, void=bool(each.run.void))}</th>' for each in shown)
+    rows = []
+    for name, told in parts:
+        differs = mark_differences and len(set(told)) > 1
+        cells = "".join(f'<td class="text">{escape(text)}</td>' for text in told)
+        rows.append(f'<tr{" class=differs" if differs else ""}><th scope="row">{escape(name)}</th>{cells}</tr>')
+    title = f"<caption>{escape(caption)}</caption>" if caption else ""
+    return f'<div class="scroll"><table>{title}<thead><tr><th></th>{heads}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>'
+
+
+def latencies(shown: Sequence[Shown]) -> str:
+    """One group for each quantity, one row for each run."""
+    head = ["", "run", "mean", *(f"p{percent}" for percent in PERCENTILES), "max", "requests in it"]
+    groups = []
+    for get in ("ttft", "ttft_sent", "tpot", "itl", "e2e", "e2e_sent"):
+        of = [(each, getattr(each.summary, get)) for each in shown]
+        unit, factor = quantity.unit_for(max((one.percentile(99).value for _, one in of if math.isfinite(one.percentile(99).value)), default=0.0))
+        rows: list[list[Cell | str]] = []
+        for each, one in of:
+            rows.append([f'<th scope="row">{_NAMES[one.name]}, {unit}</th>', _run(each), *_times(one, factor), _in_it(one)])
+            if one.of_all and one.num_requests < one.num_all:
+                nevers = [times_cell(Figure(value), factor) for _, value in one.of_all]
+                rows.append([Cell("", numeric=False), Cell("  of all requests, a failure as never", numeric=False), Cell(""), *nevers, Cell(""), Cell("")])
+        groups.append(rows)
+    groups.append([_messages(each) for each in shown])
+    note = f"Below a figure its 95 % interval, by a bootstrap of blocks of requests. {THIN_NOTE}"
+    return table(note, head, groups, num_names=2)
+
+
+def _times(one: Distribution, factor: float) -> list[Cell]:
+    figures = [one.mean, *(figure for _, figure in one.percentiles), Figure(one.max)]
+    return [times_cell(figure, factor) for figure in figures]
+
+
+def _in_it(one: Distribution) -> Cell:
+    part = one.num_requests / one.num_all if one.num_all else math.nan
+    text = f"{quantity.count(one.num_requests)} of {quantity.count(one.num_all)}"
+    values = f"{quantity.count(one.num_values)} values" if one.num_values != one.num_requests else ""
+    return Cell(text, f"{quantity.share(part)}{', ' + values if values else ''}", warn=part < 1)
+
+
+def _messages(each: Shown) -> list[Cell | str]:
+    one = each.summary.tokens_per_message
+    figures = [one.mean, *(figure for _, figure in one.percentiles), Figure(one.max)]
+    return ['<th scope="row">tokens per message</th>', _run(each), *(figure_cell(figure, quantity.number) for figure in figures), _in_it(one)]
+
+
+def goodputs(shown: Sequence[Shown]) -> str:
+    """One group for each set of limits."""
+    groups = []
+    for place, limits in enumerate(one.limits for one in shown[0].summary.goodput):
+        rows: list[list[Cell | str]] = []
+        for each in shown:
+            one = each.summary.goodput[place]
+            cells = [figure_cell(one.per_s, quantity.number), figure_cell(one.attainment, quantity.share)]
+            rows.append(
+                [
+                    f'<th scope="row">{escape(str(limits))}</th>',
+                    _run(each),
+                    *cells,
+                    Cell(f"{quantity.count(one.num_good)} of {quantity.count(one.num_requests)}"),
+                ]
+            )
+        groups.append(rows)
+    note = "Requests that met every limit of the set, from their scheduled times. One that was refused, failed or came out wrong met none."
+    return table(note, ["limits", "run", "good requests/s", "attainment", "good"], groups, num_names=2)
+
+
+def rates(shown: Sequence[Shown]) -> str:
+    """Requests and tokens a second, and what they cost."""
+    price = next((each.summary.cost.price for each in shown if each.summary.cost is not None), None)
+    head = ["run", "window", "requests/s", "prompt tokens/s", "output tokens/s", "all tokens/s"]
+    if price is not None:
+        head += [f"{price.currency} per million output tokens", f"{price.currency} per million tokens"]
+    groups = []
+    for each in shown:
+        found = each.summary.throughput
+        steady, whole = _rates("steady", found.steady), _rates("whole run", found.whole)
+        if each.summary.cost is not None:
+            steady += [Cell(quantity.number(each.summary.cost.per_million_output)), Cell(quantity.number(each.summary.cost.per_million_total))]
+            whole += [Cell(""), Cell("")]
+        groups.append([[_run(each), *steady], ["<td></td>", *whole]])
+    paid = ""
+    if price is not None:
+        devices = "1 device" if price.num_devices == 1 else f"{price.num_devices} devices"
+        paid = f" Cost: {devices} at {price.per_device_hour:g} {price.currency} an hour each, at the steady rate."
+    note = f"Only requests that ended well give requests and tokens. Steady: from the end of the ramp to the last request's time.{paid}"
+    return table(note, head, groups, num_names=2)
+
+
+def _rates(name: str, found: Rates) -> list[Cell]:
+    values = (found.requests_per_s, found.prompt_tokens_per_s, found.output_tokens_per_s, found.total_tokens_per_s)
+    return [
+        Cell(name, f"{quantity.number(found.start_s)} to {quantity.number(found.end_s)} s", numeric=False),
+        *(Cell(quantity.number(value)) for value in values),
+    ]
+
+
+def ends(shown: Sequence[Shown]) -> str:
+    """How requests ended, and why those that did not end well."""
+    head = ["run", "requests", *(outcome.value for outcome in Outcome)]
+    rows: list[list[Cell | str]] = []
+    for each in shown:
+        counts = each.summary.counts
+        by = [
+            Cell(quantity.count(num), quantity.share(num / counts.num_requests), warn=outcome is not Outcome.OK and num > 0)
+            for outcome, num in counts.by_outcome
+        ]
+        rows.append([_run(each), Cell(quantity.count(counts.num_requests)), *by])
+    reasons: list[list[Cell | str]] = []
+    for each in shown:
+        for outcome, error, num in each.summary.counts.reasons[:20]:
+            reasons.append([_run(each), Cell(outcome.value, numeric=False), Cell(error or "no reason was given", numeric=False), Cell(quantity.count(num))])
+        if len(each.summary.counts.reasons) > 20:
+            rest = each.summary.counts.reasons[20:]
+            reasons.append(
+                [_run(each), Cell("", numeric=False), Cell(f"{len(rest)} other reasons", numeric=False), Cell(quantity.count(sum(num for _, _, num in rest)))]
+            )
+    found = table("", head, [rows])
+    return found + (table("By reason", ["run", "outcome", "reason", "requests"], [reasons], num_names=3) if reasons else "")
+
+
+def compared(shown: Sequence[Shown]) -> str:
+    """Each run's figures over those of the first one. Void runs are compared with nothing."""
+    first = shown[0]
+    parts = [(f"{name} p{percent}", get, percent) for name, get in (("TTFT", "ttft"), ("TPOT", "tpot"), ("ITL", "itl"), ("E2E", "e2e")) for percent in (50, 99)]
+    head = ["run", *(name for name, _, _ in parts), "output tokens/s", *(["goodput"] if first.summary.goodput else [])]
+    rows: list[list[Cell | str]] = []
+    for each in shown[1:]:
+        if first.run.void or each.run.void:
+            rows.append([_run(each), *(Cell("void") for _ in head[1:])])
+            continue
+        ratios = [_ratio(getattr(each.summary, get).percentile(percent), getattr(first.summary, get).percentile(percent)) for _, get, percent in parts]
+        ratios.append(_ratio(Figure(each.summary.throughput.steady.output_tokens_per_s), Figure(first.summary.throughput.steady.output_tokens_per_s)))
+        if first.summary.goodput:
+            ratios.append(_ratio(each.summary.goodput[0].per_s, first.summary.goodput[0].per_s))
+        rows.append([_run(each), *ratios])
+    note = (
+        f"Times the figure of {first.name}. ≈: the two intervals overlap. Intervals know the chance within a run, not that between runs: repeat both (A B B A)."
+    )
+    return table(note, head, [rows])
+
+
+def _ratio(one: Figure, other: Figure) -> Cell:
+    ratio = one.value / other.value if other.value else math.nan
+    overlap = one.interval is not None and other.interval is not None and one.interval.low <= other.interval.high and other.interval.low <= one.interval.high
+    return Cell(("≈ " if overlap else "") + (quantity.number(ratio) if math.isfinite(ratio) else quantity.NONE))
+
+
+def environment(shown: Sequence[Shown]) -> str:
+    """Everything that was recorded; what differs between runs stands out."""
+    flat = [dict(_flat(each.run.environment)) for each in shown]
+    keys = dict.fromkeys(key for one in flat for key in one)
+    parts = [(key, [one.get(key, "") for one in flat]) for key in keys]
+    return _by_run("", shown, parts, mark_differences=True)
+
+
+def _flat(fields: Mapping[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    for key, value in fields.items():
+        name = f"{prefix}{key.replace('_', ' ')}" if not prefix else f"{prefix}{key}"
+        if isinstance(value, Mapping):
+            found += _flat(value, f"{name}: ")
+        elif isinstance(value, list | tuple):
+            found.append((name, ", ".join(str(each) for each in value)))
+        else:
+            found.append((name, "" if value is None else str(value)))
+    return [(name, text) for name, text in found if text]

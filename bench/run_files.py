@@ -22,11 +22,11 @@ def write_run(run: Run, directory: Path) -> Path:
     """Writes both files into `directory`, which is made, and returns the path of the .json one. What was there under this label is replaced."""
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{file_name(run.label)}.json"
-    _replace(path.with_suffix(".jsonl"), "".join(f"{record.to_json()}\n" for record in run.records))
+    replace_file(path.with_suffix(".jsonl"), "".join(f"{record.to_json()}\n" for record in run.records))
     content: dict[str, Any] = {"format": _FORMAT}
     content |= {name: getattr(run, name) for name in ("label", "target", "plan", "started_at", "duration_s", "environment", "cold_start", "void")}
     content |= {"generator": asdict(run.generator), "samples": [asdict(sample) for sample in run.samples]}
-    _replace(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+    replace_file(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
     return path
 
 
@@ -64,8 +64,8 @@ def file_name(label: str) -> str:
     return re.sub(r"[^\w.+-]+", "_", label).strip("._") or "run"
 
 
-def _replace(path: Path, text: str) -> None:
-    # A run that is interrupted while it writes leaves the file of before, and not half of one.
+def replace_file(path: Path, text: str) -> None:
+    """Whole or not at all: one who is interrupted leaves the file of before, and not half of one."""
     beside = path.with_name(f".{path.name}.part")
     beside.write_text(text)
     beside.replace(path)

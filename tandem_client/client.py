@@ -71,16 +71,16 @@ class Client(Session):
             return stream.completion()
 
     def _stream(self, request: gateway_pb2.GenerateRequest, options: Options) -> Stream:
-        return self._watch(Stream(self.generation(request, options), self._open))
+        return self._watch(Stream(self._generation(request, options), self._open))
 
     def _open(self, request: gateway_pb2.GenerateRequest, timeout_s: float | None) -> Any:
-        return self._stub().Generate(request, timeout=timeout_s, metadata=self.connection.metadata)
+        return self._stub().Generate(request, timeout=timeout_s, metadata=self._connection.metadata)
 
     def _ask(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
-        attempts = self.attempts(timeout_s)
+        attempts = self._attempts(timeout_s)
         while True:
             try:
-                response = method(request, timeout=attempts.begin(), metadata=self.connection.metadata)
+                response = method(request, timeout=attempts.begin(), metadata=self._connection.metadata)
             except grpc.RpcError as error:
                 time.sleep(attempts.wait_after(error))
             else:
@@ -91,7 +91,7 @@ class Client(Session):
         with self._opening:
             self._check_open()
             if self._channel is None:
-                target, options, credentials = self.connection.target, self.connection.options, self._credentials
+                target, options, credentials = self._connection.target, self._connection.options, self._credentials
                 self._channel = grpc.insecure_channel(target, options) if credentials is None else grpc.secure_channel(target, credentials, options)
                 self._gateway = gateway_pb2_grpc.GatewayServiceStub(self._channel)
             return self._gateway

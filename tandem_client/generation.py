@@ -30,7 +30,7 @@ class Generation:
         self.path: RequestPath | None = None
         """None until the answer is whole."""
         self._request = request
-        self._attempts = attempts
+        self.attempts = attempts
         self._num_before = 0
         """Tokens that had come when the attempt began."""
         self._error: TandemError | None = None
@@ -44,14 +44,14 @@ class Generation:
 
     def attempt(self) -> tuple[gateway_pb2.GenerateRequest, float | None]:
         """The next attempt's request and its timeout: the first tokens' own seed and all tokens that came, when some have."""
-        timeout_s = self._attempts.begin()
+        timeout_s = self.attempts.begin()
         request, answer = self._request, self.answer
         self._num_before = answer.num_tokens
-        if self._attempts.number > 1:
+        if self.attempts.number > 1:
             request = gateway_pb2.GenerateRequest()
             request.CopyFrom(self._request)
             # A broken connection's request may still be in flight on the other side, and an id is taken as long as it is.
-            request.request_id = f"{self.request_id[:_MAX_ID_CHARS]}:{self._attempts.number}"
+            request.request_id = f"{self.request_id[:_MAX_ID_CHARS]}:{self.attempts.number}"
             if not answer.num_tokens:
                 answer.begin_again()
         if answer.num_tokens:
@@ -72,7 +72,7 @@ class Generation:
         if not self.answer.complete:
             raise self._fail(Failure(grpc.StatusCode.INTERNAL, "the gateway ended its stream without a finish", "BROKEN_STREAM"))
         self.path = RequestPath.of(trailers)
-        self._attempts.ended_well()
+        self.attempts.ended_well()
 
     def failed(self, error: Any) -> float | None:
         """The attempt ended with a grpc.RpcError: seconds to wait before the next one, None when the answer is whole all the same. Raises TandemError."""
@@ -84,7 +84,7 @@ class Generation:
         if began and self._n > 1 and failure.is_cut:
             raise self._fail(replace(failure, message=f"{failure.message}; not resumed: a stream of {self._n} samples cannot be")) from error
         try:
-            return self._attempts.after(failure, began=began, advanced=answer.num_tokens > self._num_before)
+            return self.attempts.after(failure, began=began, advanced=answer.num_tokens > self._num_before)
         except NoMoreAttempts as final:
             raise self._fail(failure, str(final)) from error
 
@@ -107,8 +107,8 @@ class Generation:
             path=self.path,
             prompt_logprobs=tuple(answer.prompt_logprobs),
             prompt_token_ids=tuple(answer.prompt_token_ids),
-            num_retries=self._attempts.num_retries,
-            num_resumes=self._attempts.num_resumes,
+            num_retries=self.attempts.num_retries,
+            num_resumes=self.attempts.num_resumes,
         )
 
     def _fail(self, failure: Failure, note: str = "") -> TandemError:

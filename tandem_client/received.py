@@ -33,6 +33,16 @@ class Received:
         return self._generation.answer.num_tokens
 
     @property
+    def num_retries(self) -> int:
+        """Attempts so far that failed before they brought a token."""
+        return self._generation.attempts.num_retries
+
+    @property
+    def num_resumes(self) -> int:
+        """Cuts so far behind which the client went on."""
+        return self._generation.attempts.num_resumes
+
+    @property
     def seed(self) -> int:
         """The seed in force, from the first message on. Raises RuntimeError before it."""
         return _there(self._generation.answer.seed, "seed", "the first message")

@@ -41,16 +41,16 @@ class Session:
         timeout_s: default deadline of a call, retries and resumes included. None: the gateway's own limit.
         """
         config = TlsConfig() if tls is True else tls or None
-        self.connection = Connection(target, config, api_key, plaintext_api_key)
+        self._connection = Connection(target, config, api_key, plaintext_api_key)
         self.retry = retry or RetryPolicy()
         self.timeout_s = timeout_s
-        self._credentials = self.connection.credentials
+        self._credentials = self._connection.credentials
         self._opening = threading.Lock()  # calls may come from several threads at once
         self._is_closed = False
         self._streams: WeakSet[Stream | AsyncStream] = WeakSet()
         self._budget = RetryBudget(self.retry.max_budget, self.retry.budget_ratio)
 
-    def attempts(self, timeout_s: float | None) -> Attempts:
+    def _attempts(self, timeout_s: float | None) -> Attempts:
         """A call's; `timeout_s` None: the default. Raises ValueError."""
         return Attempts(self.retry, self._budget, self.timeout_s if timeout_s is None else timeout_s)
 
@@ -71,6 +71,6 @@ class Session:
         if self._is_closed:
             raise RuntimeError("the client is closed")
 
-    def generation(self, request: gateway_pb2.GenerateRequest, options: Options) -> Generation:
+    def _generation(self, request: gateway_pb2.GenerateRequest, options: Options) -> Generation:
         """A request's. Raises ValueError."""
-        return Generation(request, self.attempts(options.get("timeout_s")))
+        return Generation(request, self._attempts(options.get("timeout_s")))

@@ -73,7 +73,7 @@ async def test_a_frozen_gateway_is_noticed_and_gone_on_from(kind: str, stack: Li
             try:
                 reading = asyncio.create_task(_go_on(stream, seen))
                 async with asyncio.timeout(20):
-                    while not stream.stream._generation._attempts.num_resumes:  # noqa: ASYNC110  # nothing tells a reader of a resume before its first token
+                    while not stream.stream.num_resumes:  # noqa: ASYNC110  # nothing tells a reader of a resume before its first token
                         await asyncio.sleep(0.02)
             finally:
                 stack.send("gateway", signal.SIGCONT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from html import escape
 
 import numpy as np
@@ -13,7 +13,8 @@ from bench.percentiles import Floats
 
 NUM_STYLES = 6
 WIDTH, HEIGHT = 640, 300
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 16, 14, 46
+_LEFT, _RIGHT, _TOP, _BOTTOM = 72, 16, 12, 46
+_MARK_ROW = 16
 _INK = -1
 _MIN_LABEL_GAP = 46
 _DASHES = ("", "8 4", "2 3", "10 3 2 3", "5 2", "1 4")
@@ -101,7 +102,6 @@ class Chart:
     marks: tuple[Mark, ...] = ()
     bands: tuple[Band, ...] = ()
     height: int = HEIGHT
-    legend: bool = field(default=True)
 
 
 def span_of(parts: Sequence[Floats]) -> tuple[float, float]:
@@ -150,7 +150,7 @@ def svg(chart: Chart) -> str:
         f"<title>{escape(chart.title)}</title>",
         *frame.bands(),
         *frame.grid(),
-        f'<svg x="{_LEFT}" y="{_TOP}" width="{frame.width}" height="{frame.height}" viewBox="0 0 {frame.width} {frame.height}">',
+        f'<svg x="{_LEFT}" y="{frame.top}" width="{frame.width}" height="{frame.height}" viewBox="0 0 {frame.width} {frame.height}">',
         *(part for line in reversed(chart.lines) for part in frame.line(line)),
         "</svg>",
         *frame.marks(),
@@ -160,9 +160,9 @@ def svg(chart: Chart) -> str:
 
 
 def legend(chart: Chart) -> str:
-    """A list that wraps as text does; empty when nothing needs a name."""
-    if not chart.legend or len(chart.lines) < 2:
-        return ""
+    """A list that wraps as text does. Always there, so that charts side by side stand level; empty when nothing needs a name."""
+    if len(chart.lines) < 2:
+        return '<ul class="legend"></ul>'
     items = "".join(f"<li>{swatch(line.style, line.dash)}{escape(line.label)}</li>" for line in chart.lines)
     return f'<ul class="legend">{items}</ul>'
 
@@ -194,7 +194,24 @@ class _Frame:
     def __init__(self, chart: Chart) -> None:
         self._chart = chart
         self.width = WIDTH - _LEFT - _RIGHT
-        self.height = chart.height - _TOP - _BOTTOM
+        self._named = self._named_marks()
+        # Marks are named above the frame: whatever the lines do, they never run through a name.
+        self.top = _TOP + _MARK_ROW * (max((row for _, _, row in self._named), default=-1) + 1)
+        self.height = chart.height - self.top - _BOTTOM
+
+    def _named_marks(self) -> list[tuple[Mark, float, int]]:
+        """Upright marks that are in sight, with their share of the width and the row of their name."""
+        found: list[tuple[Mark, float, int]] = []
+        row_ends: list[float] = []
+        for mark in sorted((mark for mark in self._chart.marks if mark.vertical), key=lambda mark: mark.at):
+            share = float(self._chart.x.scale.place(np.array(mark.at)))
+            if not 0 <= share <= 1:
+                continue
+            start = share * self.width - 3.4 * len(mark.label)
+            row = next((row for row, end in enumerate(row_ends) if start > end), len(row_ends))
+            row_ends[row : row + 1] = [start + 6.8 * len(mark.label) + 10]
+            found.append((mark, share, row))
+        return found
 
     def _x(self, values: Floats) -> Floats:
         return self._chart.x.scale.place(values) * self.width
@@ -204,24 +221,24 @@ class _Frame:
 
     def grid(self) -> list[str]:
         x, y = self._chart.x, self._chart.y
-        right, bottom = _LEFT + self.width, _TOP + self.height
+        right, bottom = _LEFT + self.width, self.top + self.height
         parts = []
         for value, text in y.ticks:
-            at = _TOP + float(self._y(np.array(value)))
+            at = self.top + float(self._y(np.array(value)))
             parts.append(
                 f'<path class="grid" d="M{_LEFT} {at:.1f}H{right}"/><text class="tick" x="{_LEFT - 7}" y="{at + 4:.1f}" text-anchor="end">{escape(text)}</text>'
             )
         taken = -math.inf
         for value, text in x.ticks:
             at = _LEFT + float(self._x(np.array(value)))
-            parts.append(f'<path class="grid" d="M{at:.1f} {_TOP}V{bottom}"/>')
+            parts.append(f'<path class="grid" d="M{at:.1f} {self.top}V{bottom}"/>')
             if at - taken >= max(_MIN_LABEL_GAP, len(text) * 7.5):
                 anchor = "end" if at > right - 12 else "middle"
                 parts.append(f'<text class="tick" x="{min(at, WIDTH - 2):.1f}" y="{bottom + 17}" text-anchor="{anchor}">{escape(text)}</text>')
                 taken = at
         parts.append(f'<path class="axis" d="M{_LEFT} {bottom}H{right}"/>')
         parts.append(f'<text class="name-of-axis" x="{_LEFT + self.width / 2}" y="{bottom + 37}" text-anchor="middle">{escape(x.label)}</text>')
-        middle = _TOP + self.height / 2
+        middle = self.top + self.height / 2
         parts.append(f'<text class="name-of-axis" transform="translate(13 {middle}) rotate(-90)" text-anchor="middle">{escape(y.label)}</text>')
         return parts
 
@@ -238,31 +255,26 @@ class _Frame:
         return whisker + _marker(x, y, spot.cross) if math.isfinite(y) else ""
 
     def marks(self) -> list[str]:
-        parts: list[str] = []
-        for mark in self._chart.marks:
-            scale = self._chart.x.scale if mark.vertical else self._chart.y.scale
-            share = float(scale.place(np.array(mark.at)))
-            if 0 <= share <= 1:
-                parts.append(self._upright(mark, share, len(parts)) if mark.vertical else self._level(mark, share))
-        return parts
+        level = [mark for mark in self._chart.marks if not mark.vertical and 0 <= float(self._chart.y.scale.place(np.array(mark.at))) <= 1]
+        return [self._upright(*named) for named in self._named] + [self._level(mark) for mark in level]
 
-    def _upright(self, mark: Mark, share: float, num_before: int) -> str:
-        x, right = _LEFT + share * self.width, _LEFT + self.width
-        # Names of marks that stand close together are one below the other.
-        y = _TOP + 12 + 15 * num_before
-        at = f'x="{x - 5:.1f}" text-anchor="end"' if x + 8 + 6.6 * len(mark.label) > right else f'x="{x + 5:.1f}"'
-        return f'<path class="mark" d="M{x:.1f} {_TOP}V{_TOP + self.height}"/><text class="mark-name" {at} y="{y}">{escape(mark.label)}</text>'
+    def _upright(self, mark: Mark, share: float, row: int) -> str:
+        x, half = _LEFT + share * self.width, 3.4 * len(mark.label)
+        y = self.top - 5 - _MARK_ROW * row
+        at = min(max(x, _LEFT + half), WIDTH - half - 2)
+        name = f'<text class="mark-name" x="{at:.1f}" y="{y}" text-anchor="middle">{escape(mark.label)}</text>'
+        return f'<path class="mark" d="M{x:.1f} {y + 3}V{self.top + self.height}"/>{name}'
 
-    def _level(self, mark: Mark, share: float) -> str:
-        y, right = _TOP + (1 - share) * self.height, _LEFT + self.width
-        name = f'<text class="mark-name" x="{_LEFT + 6}" y="{y - 5:.1f}">{escape(mark.label)}</text>'
+    def _level(self, mark: Mark) -> str:
+        y, right = self.top + float(self._y(np.array(mark.at))), _LEFT + self.width
+        name = f'<text class="mark-name" x="{right - 4}" y="{y - 5:.1f}" text-anchor="end">{escape(mark.label)}</text>'
         return f'<path class="mark" d="M{_LEFT} {y:.1f}H{right}"/>{name}'
 
     def bands(self) -> list[str]:
         parts = []
         for band in self._chart.bands:
             low, high = np.clip(self._chart.x.scale.place(np.array([band.low, band.high])), 0, 1) * self.width + _LEFT
-            box = f'x="{low:.1f}" y="{_TOP}" width="{max(0.0, high - low):.1f}" height="{self.height}"'
+            box = f'x="{low:.1f}" y="{self.top}" width="{max(0.0, high - low):.1f}" height="{self.height}"'
             parts.append(f'<rect class="band" {box}><title>{escape(band.label)}</title></rect>')
         return parts
 

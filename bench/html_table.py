@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -23,14 +23,25 @@ class Cell:
     sub: str = ""
     numeric: bool = True
     warn: bool = False
+    thin: bool = False
+    """Marked as a percentile that few values lie beyond."""
 
 
-def table(caption: str, head: Sequence[str], groups: Sequence[Sequence[Sequence[Cell | str]]], *, num_names: int = 1) -> str:
-    """`groups` of rows; a str is a cell whose HTML is already made. The first `num_names` columns are names, and their heads stand left."""
-    heads = "".join(f'<th scope="col"{"" if place < num_names else " class=n"}>{escape(text)}</th>' for place, text in enumerate(head))
+def row_head(text: str, place: int) -> str:
+    """The name of a group, in the first of its rows."""
+    return f'<th scope="row">{escape(text)}</th>' if place == 0 else "<td></td>"
+
+
+def table(caption: str, head: Sequence[str], groups: Sequence[Sequence[Sequence[Cell | str]]], *, left: Collection[int] = (0,), facts: bool = False) -> str:
+    """`groups` of rows; a str is a cell whose HTML is already made. Heads of the columns in `left` stand left, as their texts do.
+
+    `facts`: what stands there of a void run is true all the same, and is not struck out.
+    """
+    heads = "".join(f'<th scope="col"{"" if place in left else " class=n"}>{escape(text)}</th>' for place, text in enumerate(head))
     bodies = "".join(f'<tbody class="group">{"".join(_row(row) for row in rows)}</tbody>' for rows in groups)
     title = f"<caption>{escape(caption)}</caption>" if caption else ""
-    return f'<div class="scroll"><table>{title}<thead><tr>{heads}</tr></thead>{bodies}</table></div>'
+    kind = "" if facts else ' class="figures"'
+    return f'<div class="scroll"><table{kind}>{title}<thead><tr>{heads}</tr></thead>{bodies}</table></div>'
 
 
 def _row(cells: Sequence[Cell | str]) -> str:
@@ -40,14 +51,16 @@ def _row(cells: Sequence[Cell | str]) -> str:
 def _cell(cell: Cell) -> str:
     names = " ".join(name for name, there in (("n", cell.numeric), ("text", not cell.numeric), ("warn", cell.warn)) if there)
     sub = f'<span class="sub">{escape(cell.sub)}</span>' if cell.sub else ""
-    return f'<td class="{names}">{escape(cell.text)}{sub}</td>'
+    thin = f'<span class="thin">{THIN}</span>' if cell.thin else ""
+    return f'<td class="{names}">{escape(cell.text)}{thin}{sub}</td>'
 
 
 def figure_cell(figure: Figure, text: Callable[[float], str]) -> Cell:
     """A figure with its interval below it."""
-    told = text(figure.value) + (THIN if figure.thin and math.isfinite(figure.value) else "")
-    interval = figure.interval
-    return Cell(told, "" if interval is None else f"{text(interval.low)} to {text(interval.high)}")
+    told, interval, thin = text(figure.value), figure.interval, figure.thin and math.isfinite(figure.value)
+    if interval is None or interval.low == interval.high:
+        return Cell(told, thin=thin)
+    return Cell(told, f"{text(interval.low)} to {text(interval.high)}", thin=thin)
 
 
 def times_cell(figure: Figure, factor: float) -> Cell:

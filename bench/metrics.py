@@ -93,19 +93,18 @@ def summarize(run: Run, limits: Sequence[Limits] = (), price: Price | None = Non
     whole_s = rates.whole.end_s - rates.whole.start_s
     kept = [good(each, times.ok, times.ttft_s, times.tpot_s, times.e2e_s) for each in limits]
 
-    def of_requests(name: str, values: Floats) -> Distribution:
+    def of_requests(name: str, values: Floats, *, never: bool = False) -> Distribution:
         there = np.flatnonzero(times.ok & ~np.isnan(values))
-        # A request of one token has no TPOT and missed nothing; those that failed are what a percentile of all is about.
-        return distribution(name, values[there], there, len(there) + int((~times.ok).sum()), seed=_SEED)
+        return distribution(name, values[there], there, len(records), seed=_SEED, never=never)
 
     return Summary(
         label=run.label,
         counts=_counts(run.records, records),
-        ttft=of_requests("TTFT", times.ttft_s),
+        ttft=of_requests("TTFT", times.ttft_s, never=True),
         ttft_sent=of_requests("TTFT from sent", times.ttft_s - times.lag_s),
         tpot=of_requests("TPOT", times.tpot_s),
         itl=distribution("ITL", times.gaps_s, times.gap_owners, len(records), seed=_SEED, never=False),
-        e2e=of_requests("E2E", times.e2e_s),
+        e2e=of_requests("E2E", times.e2e_s, never=True),
         e2e_sent=of_requests("E2E from sent", times.e2e_s - times.lag_s),
         tokens_per_message=distribution("tokens per message", times.message_tokens, times.message_owners, len(records), seed=_SEED, never=False),
         throughput=rates,

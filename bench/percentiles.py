@@ -54,7 +54,7 @@ class Distribution:
     """Of PERCENTILES; between two values as numpy's default has it."""
     max: float
     of_all: tuple[tuple[int, float], ...] = ()
-    """The same percentiles over all requests, one that gave no value as one that never got there: infinite. Empty where a request gives several values."""
+    """Of TTFT and E2E the same percentiles over all requests, one that gave no value as one that never got there: infinite."""
 
     def percentile(self, percent: int) -> Figure:
         """Raises KeyError for one that is not in PERCENTILES."""
@@ -109,8 +109,9 @@ def _blocks(ranks: NDArray[np.int64]) -> NDArray[np.int64]:
 
 def _bins(ordered: Floats) -> tuple[Floats, bool]:
     """Values at which resampled percentiles are told: all of them where there are few, else some thousand, dense in the tail. The second: they are not all."""
-    if len(ordered) <= _MAX_EXACT:
-        return np.unique(ordered), False
+    unlike = ordered[np.flatnonzero(np.diff(ordered, prepend=-math.inf) > 0)]
+    if len(unlike) <= _MAX_EXACT:
+        return unlike, False
     shares = np.concatenate([np.linspace(0, 1, _MAX_EXACT // 2 + 1), 1 - np.geomspace(1e-1, 1 / len(ordered), _MAX_EXACT // 4)])
     return np.unique(np.quantile(ordered, np.sort(shares), method="nearest")), True
 

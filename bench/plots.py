@@ -63,7 +63,7 @@ def distributions(shown: Sequence[Shown], limits: Sequence[Limits]) -> list[Char
         lines = [_cdf(each.name, values_of(each.times), num_all_of(each.times), each.style) for each in shown]
         axis = _time_axis(title, [line.x for line in lines])
         share = _SHARES if num_all_of(shown[0].times) else replace(_SHARES, label="share of gaps" if "ITL" in title else "share of requests")
-        lines_at = tuple(Mark(limit, f"limit {quantity.seconds(limit)}") for limit in dict.fromkeys(marks) if limit is not None)
+        lines_at = tuple(Mark(limit, f"limit {quantity.seconds_tick(limit)}") for limit in dict.fromkeys(marks) if limit is not None)
         charts.append(Chart(title, note, _alt_of_cdf(title, lines), axis, share, tuple(lines), lines_at))
     return charts
 
@@ -111,7 +111,9 @@ def goodput_over_limits(shown: Sequence[Shown], limits: Sequence[Limits]) -> lis
         at = np.geomspace(low, max(high, low * 2), 160)
         lines = tuple(_goodput_line(each, field, others, at) for each in shown)
         most = max(float(line.y.max()) for line in lines)
-        marks = tuple(Mark(limit, f"limit {quantity.seconds(limit)}") for limit in dict.fromkeys(getattr(each, field) for each in limits) if limit is not None)
+        marks = tuple(
+            Mark(limit, f"limit {quantity.seconds_tick(limit)}") for limit in dict.fromkeys(getattr(each, field) for each in limits) if limit is not None
+        )
         note = f"Requests a second that keep the limit on the axis; besides it: {others}."
         alt = f"Goodput over the limit on {title}. " + "; ".join(f"{line.label}: up to {quantity.number(float(line.y.max()))} requests/s" for line in lines)
         x = logarithmic(f"limit on {title}", float(at[0]), float(at[-1]), quantity.seconds_tick)

@@ -74,11 +74,12 @@ def _names(runs: Sequence[Run]) -> list[str]:
 def _title(shown: Sequence[Shown], sweep: Sweep | None) -> str:
     if sweep is not None:
         return "Load test: search for the knee"
-    return f"Load test: {', '.join(each.name for each in shown[:4])}{' …' if len(shown) > 4 else ''}"
+    return f"Load test: {len(shown)} runs side by side" if len(shown) > 2 else f"Load test: {' and '.join(each.name for each in shown)}"
 
 
 def _header(title: str, shown: Sequence[Shown], empty: Sequence[Run], sweep: Sweep | None) -> str:
-    verdicts = "".join(_verdict(each) for each in shown)
+    # A sweep tells its own verdict; of the runs that it shows only void ones need a word.
+    verdicts = "".join(_verdict(each) for each in shown if sweep is None or each.run.void)
     verdicts += "".join(f'<li class="bad"><b class="word">VOID</b>{escape(run.label)}: no request but the warm-up\'s</li>' for run in empty)
     first = sweep_verdict(sweep) if sweep is not None else ""
     loops = sorted({str(each.run.plan.get("loop", "not stated")) for each in shown})
@@ -100,7 +101,7 @@ def _verdict(each: Shown) -> str:
 
 
 def _sections(shown: Sequence[Shown], limits: Sequence[Limits]) -> list[str]:
-    parts = ["<h2>In short</h2>", *(_cards(each) for each in shown)]
+    parts = ["<h2>In short</h2>", _cards(shown[0]) if len(shown) == 1 else report_tables.in_short(shown)]
     if len(shown) > 1:
         parts += [f"<h2>Compared with {escape(shown[0].name)}</h2>", report_tables.compared(shown)]
     parts += ["<h2>What was asked</h2>", report_tables.asked(shown)]
@@ -124,13 +125,13 @@ def _cards(each: Shown) -> str:
     summary = each.summary
     steady = summary.throughput.steady
     parts = []
-    for one, percent in ((summary.ttft, 50), (summary.ttft, 99), (summary.tpot, 50), (summary.itl, 99), (summary.e2e, 50)):
+    for one, percent in report_tables.headlines(each):
         figure = one.percentile(percent)
         parts.append((f"{one.name} p{percent}", quantity.seconds(figure.value), _span(figure)))
     if summary.goodput:
         best = summary.goodput[0]
         met = f"{quantity.share(best.attainment.value)} of requests met {best.limits}"
-        parts.insert(0, ("goodput", f"{quantity.number(best.per_s.value)} req/s", met))
+        parts.insert(0, ("good requests/s", quantity.number(best.per_s.value), met))
     parts.append(("output tokens/s", quantity.number(steady.output_tokens_per_s), f"and {quantity.number(steady.prompt_tokens_per_s)} prompt tokens/s"))
     if summary.cost is not None:
         cost = summary.cost

@@ -20,9 +20,9 @@ p { margin: 6px 0; max-width: 100ch; }
 .quiet, .sub { color: var(--quiet); } .sub { font-size: 13px; }
 code { font: 12.5px ui-monospace, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere; }
 .verdicts { display: grid; gap: 8px; margin: 16px 0; padding: 0; list-style: none; }
-.verdicts li { border-left: 5px solid; border-radius: 4px; padding: 8px 14px; }
-.verdicts li.good { border-color: var(--good); background: var(--good-back); }
-.verdicts li.bad { border-color: var(--bad); background: var(--bad-back); }
+.verdicts > li { border-left: 5px solid; border-radius: 4px; padding: 8px 14px; }
+.verdicts > li.good { border-color: var(--good); background: var(--good-back); }
+.verdicts > li.bad { border-color: var(--bad); background: var(--bad-back); }
 .verdicts b.word { margin-right: 8px; letter-spacing: .03em; } .good > b.word { color: var(--good); } .bad > b.word { color: var(--bad); }
 .verdicts ul { margin: 4px 0 0; padding-left: 20px; }
 .cards { display: grid; grid-template-columns: repeat(auto-fit, minmax(150px, 1fr)); gap: 10px; margin: 8px 0 16px; }
@@ -35,12 +35,14 @@ table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nu
 caption { text-align: left; color: var(--quiet); font-size: 13px; padding: 0 0 6px; }
 th, td { padding: 5px 10px; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
 thead th { color: var(--quiet); font-weight: 600; font-size: 12.5px; vertical-align: bottom; }
-td.n, th.n { text-align: right; white-space: nowrap; } td .sub { display: block; font-size: 12px; line-height: 1.2; }
-tbody.group { border-top: 2px solid var(--line); } tbody th { font-weight: 600; }
+td.n, th.n { text-align: right; white-space: nowrap; } td .sub { display: block; font-size: 12px; line-height: 1.2; white-space: nowrap; }
+.thin { position: absolute; } 
+.figures tr:has(.tag) td.n, .figures tr:has(td.of-void) td.n { color: var(--quiet); text-decoration: line-through; }
+tbody.group { border-top: 2px solid var(--line); } tbody th { font-weight: 600; white-space: nowrap; } td.all { color: var(--quiet); padding-left: 46px; }
 td.text { overflow-wrap: anywhere; min-width: 90px; } tr.differs td { font-weight: 600; } .warn { color: var(--bad); }
 .tag { background: var(--bad); color: var(--page); border-radius: 3px; font-size: 11px; font-weight: 700; padding: 1px 5px; letter-spacing: .04em; }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 520px), 1fr)); gap: 26px 28px; }
-figure { margin: 0; min-width: 0; break-inside: avoid; } figcaption b { display: block; } figcaption { min-height: 3em; }
+.charts { margin-top: 18px; display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 520px), 1fr)); gap: 26px 28px; }
+figure { margin: 0; min-width: 0; break-inside: avoid; display: grid; grid-template-rows: subgrid; grid-row: span 3; gap: 0; } figcaption b { display: block; }
 figure svg { display: block; width: 100%; height: auto; }
 ul.legend { list-style: none; margin: 4px 0 2px; padding: 0; display: flex; flex-wrap: wrap; gap: 2px 16px; font-size: 13px; min-height: 1.5em; }
 ul.legend li { overflow-wrap: anywhere; }
@@ -52,7 +54,7 @@ svg.swatch { display: inline-block; width: 30px; height: 10px; margin-right: 6px
 .grid { fill: none; stroke: var(--grid); stroke-width: 1; } .axis { fill: none; stroke: var(--quiet); stroke-width: 1; } .band { fill: var(--band); }
 .mark { fill: none; stroke: var(--mark); stroke-width: 1.2; stroke-dasharray: 3 3; }
 svg text { font-family: inherit; fill: var(--quiet); } .tick { font-size: 12px; font-variant-numeric: tabular-nums; } .name-of-axis { font-size: 12.5px; }
-.mark-name { font-size: 12px; paint-order: stroke; stroke: var(--page); stroke-width: 3px; }
+.mark-name { font-size: 12px; font-weight: 600; paint-order: stroke; stroke: var(--page); stroke-width: 3px; }
 details > summary { cursor: pointer; color: var(--quiet); margin: 10px 0; }
 dl { display: grid; grid-template-columns: max-content 1fr; gap: 4px 18px; font-size: 14px; } dt { font-weight: 600; } dd { margin: 0; }
 @media print { main { max-width: none; padding: 0; } .scroll { overflow: visible; } }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
@@ -9,9 +10,9 @@ from html import escape
 from bench import quantity
 from bench.cost import Price
 from bench.goodput import Limits
-from bench.html_table import Cell, charts, figure_cell, table
+from bench.html_table import THIN_NOTE, Cell, charts, figure_cell, table, times_cell
 from bench.metrics import Summary, measured, summarize
-from bench.percentiles import PERCENTILES, Figure
+from bench.percentiles import PERCENTILES
 from bench.run import Run
 from bench.sweep import Found, Probe, Sweep, Verdict
 from bench.sweep_plots import over_rate
@@ -38,7 +39,7 @@ def sweep_verdict(sweep: Sweep) -> str:
     """The first thing a reader sees: one item of the list of verdicts."""
     knee, bad = sweep.knee_per_s, sweep.bad_per_s
     search = sweep.search
-    asked = f"{quantity.share(search.min_attainment)} of the requests within {search.limits}, and a queue that does not grow"
+    asked = f"{quantity.percent_tick(search.min_attainment)} of the requests within {search.limits}, and a queue that does not grow"
     if sweep.found is Found.KNEE and knee is not None and bad is not None:
         word, text = "KNEE", f"<b>{quantity.number(knee)} requests/s</b> are served well, {quantity.number(bad)} are not: {escape(asked)}."
     elif sweep.found is Found.ABOVE_MAX:
@@ -69,24 +70,17 @@ def sweep_section(sweep: Sweep, limits: Sequence[Limits], price: Price | None) -
 
 
 def _by_rate(valid: Sequence[tuple[Probe, Summary]]) -> str:
-    head = [
-        "requests/s",
-        "",
-        "attainment",
-        *(f"{name} p{percent}" for name in ("TTFT", "TPOT", "E2E") for percent in _PERCENTILES),
-        "good requests/s",
-        "output tokens/s",
-    ]
+    columns = [(get, percent) for get in ("ttft", "tpot", "e2e") for percent in _PERCENTILES]
+    figures = [[getattr(summary, get).percentile(percent) for _, summary in valid] for get, percent in columns]
+    units = [quantity.unit_for(max((figure.value for figure in column if math.isfinite(figure.value)), default=0.0)) for column in figures]
+    names = [f"{get.upper()} p{percent}, {unit}" for (get, percent), (unit, _) in zip(columns, units, strict=True)]
+    head = ["requests/s", "verdict", "attainment", *names, "good requests/s", "output tokens/s"]
     rows: list[list[Cell | str]] = []
-    for probe, summary in valid:
-        times = [_time(one.percentile(percent)) for one in (summary.ttft, summary.tpot, summary.e2e) for percent in _PERCENTILES]
+    for place, (probe, summary) in enumerate(valid):
+        times = [times_cell(column[place], factor) for column, (_, factor) in zip(figures, units, strict=True)]
         rates = [figure_cell(summary.goodput[0].per_s, quantity.number), Cell(quantity.number(summary.throughput.steady.output_tokens_per_s))]
         rows.append([Cell(quantity.number(probe.rate_per_s)), _verdict(probe), figure_cell(probe.attainment, quantity.share), *times, *rates])
-    return table("By rate; a rate that was tried again stands here again.", head, [rows]) if rows else ""
-
-
-def _time(figure: Figure) -> Cell:
-    return figure_cell(figure, quantity.seconds)
+    return table(f"By rate; a rate that was tried again stands here again. {THIN_NOTE}", head, [rows], left=(1,)) if rows else ""
 
 
 def _verdict(probe: Probe) -> Cell:
@@ -102,5 +96,5 @@ def _in_order(sweep: Sweep, valid: Sequence[tuple[Probe, Summary]]) -> str:
         told = [Cell(str(place)), Cell(quantity.number(probe.rate_per_s)), _verdict(probe), Cell(growth), Cell(lag), Cell(probe.reason, numeric=False)]
         rows.append([*told])
     note = "In the order in which they ran. Growth: requests that stay behind, of those that come, by the slope of what is out. Lag: the same by its two ends."
-    inner = table(note, ["probe", "requests/s", "", "growth", "lag", "why it is not good"], [rows])
+    inner = table(note, ["probe", "requests/s", "verdict", "growth", "lag", "why it is not good"], [rows], left=(2, 5), facts=True)
     return f"<details><summary>All {len(sweep.probes)} probes, the void ones too, with reasons</summary>{inner}</details>"

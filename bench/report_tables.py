@@ -8,7 +8,7 @@ from html import escape
 from typing import Any
 
 from bench import quantity
-from bench.html_table import THIN_NOTE, Cell, figure_cell, run_name, table, times_cell
+from bench.html_table import THIN_NOTE, Cell, figure_cell, row_head, run_name, table, times_cell
 from bench.percentiles import PERCENTILES, Distribution, Figure
 from bench.plots import Shown
 from bench.record import Outcome
@@ -25,11 +25,44 @@ _PLAN_NAMES = {
     "num_warm_up": "of those warm-up",
 }
 _LOOPS = {"open": "open: each request at its own time, whatever became of those before it", "closed": "closed: the next one is sent when one has ended"}
-_NAMES = {"TTFT": "TTFT", "TTFT from sent": "TTFT from sent", "TPOT": "TPOT", "ITL": "ITL (gap)", "E2E": "E2E", "E2E from sent": "E2E from sent"}
+_FEW_LOST = 0.99
 
 
 def _run(each: Shown) -> str:
     return f"<td>{run_name(each.name, each.style, void=bool(each.run.void))}</td>"
+
+
+def _below(each: Shown) -> str:
+    """An empty cell, in a row that goes on with the run of the one above."""
+    return '<td class="of-void"></td>' if each.run.void else "<td></td>"
+
+
+def in_short(shown: Sequence[Shown]) -> str:
+    """The few figures that decide, one row for each run."""
+    limits = shown[0].summary.goodput[0].limits if shown[0].summary.goodput else None
+    price = next((each.summary.cost.price for each in shown if each.summary.cost is not None), None)
+    head = ["run", *(["good requests/s", "attainment"] if limits is not None else [])]
+    of = [[(one, percent) for one, percent in headlines(each)] for each in shown]
+    units = []
+    for column in zip(*of, strict=True):
+        unit, factor = quantity.unit_for(max((one.percentile(percent).value for one, percent in column), default=0.0))
+        units.append(factor)
+        head.append(f"{column[0][0].name} p{column[0][1]}, {unit}")
+    head += ["output tokens/s", *([f"{price.currency} per million output"] if price is not None else [])]
+    rows: list[list[Cell | str]] = []
+    for each, times in zip(shown, of, strict=True):
+        cells = [figure_cell(each.summary.goodput[0].per_s, quantity.number), figure_cell(each.summary.goodput[0].attainment, quantity.share)] if limits else []
+        cells += [times_cell(one.percentile(percent), factor) for (one, percent), factor in zip(times, units, strict=True)]
+        cells.append(Cell(quantity.number(each.summary.throughput.steady.output_tokens_per_s)))
+        if each.summary.cost is not None:
+            cells.append(Cell(quantity.number(each.summary.cost.per_million_output)))
+        rows.append([_run(each), *cells])
+    return table(f"Good: {limits}." if limits is not None else "", head, [rows])
+
+
+def headlines(each: Shown) -> list[tuple[Distribution, int]]:
+    summary = each.summary
+    return [(summary.ttft, 50), (summary.ttft, 99), (summary.tpot, 50), (summary.itl, 99), (summary.e2e, 50)]
 
 
 def asked(shown: Sequence[Shown]) -> str:
@@ -73,15 +106,15 @@ def latencies(shown: Sequence[Shown]) -> str:
         of = [(each, getattr(each.summary, get)) for each in shown]
         unit, factor = quantity.unit_for(max((one.percentile(99).value for _, one in of if math.isfinite(one.percentile(99).value)), default=0.0))
         rows: list[list[Cell | str]] = []
-        for each, one in of:
-            rows.append([f'<th scope="row">{_NAMES[one.name]}, {unit}</th>', _run(each), *_times(one, factor), _in_it(one)])
+        for place, (each, one) in enumerate(of):
+            rows.append([row_head(f"{one.name.replace('ITL', 'ITL (gap)')}, {unit}", place), _run(each), *_times(one, factor), _in_it(one)])
             if one.of_all and one.num_requests < one.num_all:
                 nevers = [times_cell(Figure(value), factor) for _, value in one.of_all]
-                rows.append([Cell("", numeric=False), Cell("  of all requests, a failure as never", numeric=False), Cell(""), *nevers, Cell(""), Cell("")])
+                rows.append([_below(each), '<td class="all">over all, a failure as never</td>', Cell(""), *nevers, Cell(""), Cell("")])
         groups.append(rows)
-    groups.append([_messages(each) for each in shown])
+    groups.append([_messages(each, place) for place, each in enumerate(shown)])
     note = f"Below a figure its 95 % interval, by a bootstrap of blocks of requests. {THIN_NOTE}"
-    return table(note, head, groups, num_names=2)
+    return table(note, head, groups, left=(0, 1))
 
 
 def _times(one: Distribution, factor: float) -> list[Cell]:
@@ -93,13 +126,13 @@ def _in_it(one: Distribution) -> Cell:
     part = one.num_requests / one.num_all if one.num_all else math.nan
     text = f"{quantity.count(one.num_requests)} of {quantity.count(one.num_all)}"
     values = f"{quantity.count(one.num_values)} values" if one.num_values != one.num_requests else ""
-    return Cell(text, f"{quantity.share(part)}{', ' + values if values else ''}", warn=part < 1)
+    return Cell(text, f"{quantity.share(part)}{', ' + values if values else ''}", warn=part < _FEW_LOST)
 
 
-def _messages(each: Shown) -> list[Cell | str]:
+def _messages(each: Shown, place: int) -> list[Cell | str]:
     one = each.summary.tokens_per_message
     figures = [one.mean, *(figure for _, figure in one.percentiles), Figure(one.max)]
-    return ['<th scope="row">tokens per message</th>', _run(each), *(figure_cell(figure, quantity.number) for figure in figures), _in_it(one)]
+    return [row_head("tokens per message", place), _run(each), *(figure_cell(figure, quantity.number) for figure in figures), _in_it(one)]
 
 
 def goodputs(shown: Sequence[Shown]) -> str:
@@ -107,20 +140,14 @@ def goodputs(shown: Sequence[Shown]) -> str:
     groups = []
     for place, limits in enumerate(one.limits for one in shown[0].summary.goodput):
         rows: list[list[Cell | str]] = []
-        for each in shown:
+        for nth, each in enumerate(shown):
             one = each.summary.goodput[place]
             cells = [figure_cell(one.per_s, quantity.number), figure_cell(one.attainment, quantity.share)]
-            rows.append(
-                [
-                    f'<th scope="row">{escape(str(limits))}</th>',
-                    _run(each),
-                    *cells,
-                    Cell(f"{quantity.count(one.num_good)} of {quantity.count(one.num_requests)}"),
-                ]
-            )
+            good = Cell(f"{quantity.count(one.num_good)} of {quantity.count(one.num_requests)}")
+            rows.append([row_head(str(limits), nth), _run(each), *cells, good])
         groups.append(rows)
     note = "Requests that met every limit of the set, from their scheduled times. One that was refused, failed or came out wrong met none."
-    return table(note, ["limits", "run", "good requests/s", "attainment", "good"], groups, num_names=2)
+    return table(note, ["limits", "run", "good requests/s", "attainment", "good"], groups, left=(0, 1))
 
 
 def rates(shown: Sequence[Shown]) -> str:
@@ -136,13 +163,13 @@ def rates(shown: Sequence[Shown]) -> str:
         if each.summary.cost is not None:
             steady += [Cell(quantity.number(each.summary.cost.per_million_output)), Cell(quantity.number(each.summary.cost.per_million_total))]
             whole += [Cell(""), Cell("")]
-        groups.append([[_run(each), *steady], ["<td></td>", *whole]])
+        groups.append([[_run(each), *steady], [_below(each), *whole]])
     paid = ""
     if price is not None:
         devices = "1 device" if price.num_devices == 1 else f"{price.num_devices} devices"
         paid = f" Cost: {devices} at {price.per_device_hour:g} {price.currency} an hour each, at the steady rate."
     note = f"Only requests that ended well give requests and tokens. Steady: from the end of the ramp to the last request's time.{paid}"
-    return table(note, head, groups, num_names=2)
+    return table(note, head, groups, left=(0, 1))
 
 
 def _rates(name: str, found: Rates) -> list[Cell]:
@@ -173,8 +200,8 @@ def ends(shown: Sequence[Shown]) -> str:
             reasons.append(
                 [_run(each), Cell("", numeric=False), Cell(f"{len(rest)} other reasons", numeric=False), Cell(quantity.count(sum(num for _, _, num in rest)))]
             )
-    found = table("", head, [rows])
-    return found + (table("By reason", ["run", "outcome", "reason", "requests"], [reasons], num_names=3) if reasons else "")
+    found = table("", head, [rows], facts=True)
+    return found + (table("By reason", ["run", "outcome", "reason", "requests"], [reasons], left=(0, 1, 2), facts=True) if reasons else "")
 
 
 def compared(shown: Sequence[Shown]) -> str:
@@ -201,7 +228,7 @@ def compared(shown: Sequence[Shown]) -> str:
 def _ratio(one: Figure, other: Figure) -> Cell:
     ratio = one.value / other.value if other.value else math.nan
     overlap = one.interval is not None and other.interval is not None and one.interval.low <= other.interval.high and other.interval.low <= one.interval.high
-    return Cell(("≈ " if overlap else "") + (quantity.number(ratio) if math.isfinite(ratio) else quantity.NONE))
+    return Cell(("≈ " if overlap else "") + (f"{quantity.number(ratio)} ×" if math.isfinite(ratio) else quantity.NONE))
 
 
 def environment(shown: Sequence[Shown]) -> str:

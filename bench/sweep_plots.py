@@ -25,7 +25,7 @@ def over_rate(sweep: Sweep, measured: Measured) -> list[Chart]:
     if not measured:
         return []
     top = max(probe.rate_per_s for probe, _ in measured)
-    x = linear("requests/s asked for", top * 1.02, quantity.tick, num_ticks=8, tight=True)
+    x = linear("requests/s asked for", top * 1.04, quantity.tick, num_ticks=8, tight=True)
     knee = (Mark(sweep.knee_per_s, f"knee {quantity.number(sweep.knee_per_s)}/s"),) if sweep.knee_per_s is not None else ()
     limits = sweep.search.limits
     return [
@@ -57,9 +57,9 @@ def _latency(title: str, x: Axis, measured: Measured, of: Callable[[Summary], Di
     for percent in reversed(_LATENCY_PERCENTILES):
         figures = [of(summary).percentile(percent) for _, summary in measured]
         lines.append(_line(f"p{percent}", measured, figures, *styles[percent]))
-    low, high = span_of([line.y for line in lines])
+    low, high = span_of([np.array([spot.y, spot.low, spot.high]) for line in lines for spot in line.spots])
     high = max(high, limit_s or 0.0)
-    marks = (*knee, *((Mark(limit_s, f"limit {quantity.seconds(limit_s)}", vertical=False),) if limit_s is not None else ()))
+    marks = (*knee, *((Mark(limit_s, f"limit {quantity.seconds_tick(limit_s)}", vertical=False),) if limit_s is not None else ()))
     said = "; ".join(f"{line.label} from {quantity.seconds(float(line.y[0]))} to {quantity.seconds(float(line.y[-1]))}" for line in lines)
     y = fitting(title.split(" ")[0], low / 1.2, high * 1.05, quantity.seconds_tick)
     return Chart(
@@ -75,7 +75,7 @@ def _latency(title: str, x: Axis, measured: Measured, of: Callable[[Summary], Di
 
 def _attainment(sweep: Sweep, x: Axis, measured: Measured, knee: tuple[Mark, ...]) -> Chart:
     line = _line("attainment", measured, [probe.attainment for probe, _ in measured], 0, 0)
-    least = Mark(sweep.search.min_attainment, f"at least {quantity.share(sweep.search.min_attainment)}", vertical=False)
+    least = Mark(sweep.search.min_attainment, f"at least {quantity.percent_tick(sweep.search.min_attainment)}", vertical=False)
     note = f"Share of all requests that met {sweep.search.limits}; one that failed met nothing."
     alt = f"Attainment over rate, from {quantity.share(float(line.y[0]))} to {quantity.share(float(line.y[-1]))}."
     return Chart("Attainment over rate", note, alt, x, _SHARES, (line,), (*knee, least))

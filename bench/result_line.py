@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from enum import Enum
 
 from rich.table import Table
@@ -13,6 +12,7 @@ from bench.metrics import Summary
 from bench.percentiles import PERCENTILES, Distribution
 from bench.record import Outcome
 from bench.run import Run
+from bench.sweep import Found, Sweep
 
 _MS = 1e3
 
@@ -47,7 +47,7 @@ def result_line(run: Run, summary: Summary | None) -> str:
     return " ".join([verdict_of(run).name, "bench", *(f"{key}={value}" for key, value in values.items())])
 
 
-def figures(summary: Summary, limits: Sequence[Limits]) -> Table:
+def figures(summary: Summary) -> Table:
     """Latencies in milliseconds."""
     table = Table(header_style="bold", box=None, pad_edge=False)
     table.add_column("ms", no_wrap=True)
@@ -95,3 +95,18 @@ def _figure(value: float) -> str:
     if not math.isfinite(value):
         return "-"
     return f"{value:.4g}" if abs(value) < 1000 else f"{value:.0f}"
+
+
+def sweep_verdict(sweep: Sweep) -> Verdict:
+    """OK: a knee, or the highest rate was still good."""
+    if sweep.found is Found.VOID:
+        return Verdict.VOID
+    return Verdict.OK if sweep.found in (Found.KNEE, Found.ABOVE_MAX) else Verdict.SHORT
+
+
+def sweep_line(sweep: Sweep, label: str) -> str:
+    """As `result_line`, of a sweep."""
+    values = {"label": label.replace(" ", "_"), "found": sweep.found.value.replace(" ", "_"), "limits": str(sweep.search.limits).replace(" ", "_")}
+    values |= {"knee_per_s": "-" if sweep.knee_per_s is None else f"{sweep.knee_per_s:.4g}"}
+    values |= {"bad_per_s": "-" if sweep.bad_per_s is None else f"{sweep.bad_per_s:.4g}", "probes": str(len(sweep.probes))}
+    return " ".join([sweep_verdict(sweep).name, "bench-sweep", *(f"{key}={value}" for key, value in values.items())])

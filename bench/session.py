@@ -24,7 +24,11 @@ Environment = Callable[[Mapping[str, str]], dict[str, Any]]
 class Session:
     """One target that is open. The first run measures the cold start."""
 
-    def __init__(self, target: Target, limits: RunLimits, environment: dict[str, Any], console: Console | None, *, cold_start: bool) -> None:
+    def __init__(
+        self, target: Target, limits: RunLimits, described: Mapping[str, str], environment: dict[str, Any], console: Console | None, *, cold_start: bool
+    ) -> None:
+        self.described = described
+        """What the target says of itself."""
         self._target = target
         self._limits = limits
         self._environment = environment
@@ -76,7 +80,8 @@ async def open_session(
     """Opens the target and closes it. Progress goes to `console`. Raises TargetError."""
     try:
         await target.open()
-        yield Session(target, limits, environment(await target.describe()), console, cold_start=cold_start)
+        described = await target.describe()
+        yield Session(target, limits, described, environment(described), console, cold_start=cold_start)
     finally:
         await target.close()
 

@@ -61,6 +61,7 @@ class TandemTarget:
         self._connections: list[tuple[grpc.aio.Channel, Any]] = []
         """For requests: apart from the one that samples go over."""
         self._num_out = 0
+        self._served = gateway_pb2.Model()
 
     async def open(self) -> None:
         """Raises TargetError when the gateway cannot be reached or does not serve the model."""
@@ -76,6 +77,7 @@ class TandemTarget:
         if not self._model and len(served) > 1:
             raise TargetError(f"{self.name} serves several models, name one with --model: {', '.join(served)}")
         self._model = self._model or next(iter(served), "")
+        self._served = next((model for model in listed.models if model.id == self._model), gateway_pb2.Model())
         await self._connect()
 
     async def _connect(self) -> Any:
@@ -141,12 +143,13 @@ class TandemTarget:
 
     async def describe(self) -> dict[str, str]:
         """Version and model, and the instances of both pools."""
+        found = {"server": "tandem", "model": self._model}
+        found |= {"max_model_len": str(self._served.max_model_len), "vocab_size": str(self._served.vocab_size)}
         try:
             status = await self._status()
         except grpc.aio.AioRpcError as error:
-            return {"model": self._model, "version": f"unknown: {error.code().name}"}
-        instances = ", ".join(sorted(each.name for each in status.instances))
-        return {"server": "tandem", "version": status.version, "model": self._model, "instances": instances}
+            return found | {"version": f"unknown: {error.code().name}"}
+        return found | {"version": status.version, "instances": ", ".join(sorted(each.name for each in status.instances))}
 
     async def _status(self) -> gateway_pb2.GetStatusResponse:
         status: gateway_pb2.GetStatusResponse = await self._stub.GetStatus(gateway_pb2.GetStatusRequest(), timeout=_ASK_TIMEOUT_S)

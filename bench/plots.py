@@ -9,16 +9,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from bench import quantity
-from bench.charts import Axis, Band, Chart, Line, Mark, Scale, fitting, linear, logarithmic, span_of
+from bench.charts import Axis, Chart, Line, Mark, Scale, fitting, linear, logarithmic, span_of
 from bench.goodput import Limits, good
 from bench.metrics import Summary, Times, measured
 from bench.percentiles import Floats
 from bench.run import Run
-from bench.timeline import timeline
 
 _SHARES = Axis("share of requests", Scale(0, 1), tuple((share, quantity.percent_tick(share)) for share in (0, 0.25, 0.5, 0.75, 0.9, 1)))
 _MAX_POINTS = 400
-_LOW_PANEL = 190
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,35 +163,3 @@ def _tokens_axis(low: float, high: float) -> Axis:
     if high <= low:
         return linear("tokens", high * 1.25 + 1, quantity.tick)
     return fitting("tokens", max(low, 1.0), high * 1.02, quantity.tick, tight=True)
-
-
-def timelines(each: Shown) -> list[Chart]:
-    """Of one run: requests, queue, KV cache and tokens over its time, all over the same axis."""
-    times = timeline(each.run)
-    x = linear("seconds from the start", float(times.edges[-1]), quantity.tick, low=float(times.edges[0]), num_ticks=8, tight=True)
-    bands = (Band(*times.steady, "steady window"),) if times.steady is not None else ()
-    at, samples = times.middles, each.run.samples
-    told = np.array([sample.at_s for sample in samples])
-    running, waiting = np.array([float(sample.num_running) for sample in samples]), np.array([float(sample.num_waiting) for sample in samples])
-    kv = np.array([sample.kv_usage for sample in samples])
-
-    def panel(title: str, note: str, label: str, lines: Sequence[Line], y: Axis | None = None) -> Chart:
-        _, high = span_of([line.y for line in lines])
-        said = ", ".join(f"{line.label} up to {quantity.number(span_of([line.y])[1])}" for line in lines)
-        axis = y or linear(label, high * 1.02, quantity.tick, num_ticks=3)
-        return Chart(title, note, f"{title} over the time of {each.name}: {said}.", x, axis, tuple(lines), bands=bands, height=_LOW_PANEL)
-
-    missed = [Line("not ended well", at, times.missed_per_s, 1 if each.style != 1 else 0, dash=2)] if times.missed_per_s.any() else []
-    requests = [Line("due", at, times.scheduled_per_s, each.style, dash=0), Line("ended", at, times.ended_per_s, -1, dash=2), *missed]
-    piece = f"Means of {times.piece_s:g} s."
-    charts = [panel("Requests", piece, "requests/s", requests)]
-    out = Line("out, by the generator", at, times.in_flight, -1, dash=2)
-    if samples:
-        server = [Line("running", told, running, each.style, dash=0), Line("waiting", told, waiting, each.style, dash=1)]
-        charts.append(panel("Running and waiting", "As the server tells it, and as the generator sees it.", "requests", [*server, out]))
-        full = Axis("KV cache in use", Scale(0, 1), tuple((share, quantity.percent_tick(share)) for share in (0, 0.5, 1)))
-        charts.append(panel("KV cache", "Of the fullest decode instance, as the server tells it.", "", [Line("in use", told, kv, each.style, dash=0)], full))
-    else:
-        charts.append(panel("Requests that are out", "The server does not tell its own state.", "requests", [out]))
-    charts.append(panel("Output tokens", piece, "tokens/s", [Line("output tokens/s", at, times.output_tokens_per_s, each.style, dash=0)]))
-    return charts

@@ -13,12 +13,13 @@ from bench.goodput import Limits
 from bench.html_table import charts, run_name
 from bench.metrics import measured, summarize
 from bench.percentiles import Figure
-from bench.plots import Shown, distributions, goodput_over_limits, lengths, send_lag, timelines
+from bench.plots import Shown, distributions, goodput_over_limits, lengths, send_lag
 from bench.report_style import STYLE
 from bench.report_sweep import shown_probes, sweep_section, sweep_verdict
 from bench.report_words import DEFINITIONS
 from bench.run import Run
 from bench.sweep import Sweep
+from bench.timeline_plots import timelines
 
 _MAX_OPEN_TIMELINES = 4
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"

@@ -36,7 +36,7 @@ caption { text-align: left; color: var(--quiet); font-size: 13px; padding: 0 0 6
 th, td { padding: 5px 10px; text-align: left; vertical-align: top; border-bottom: 1px solid var(--line); }
 thead th { color: var(--quiet); font-weight: 600; font-size: 12.5px; vertical-align: bottom; }
 td.n, th.n { text-align: right; white-space: nowrap; } td .sub { display: block; font-size: 12px; line-height: 1.2; white-space: nowrap; }
-.thin { position: absolute; } 
+.thin { position: absolute; }
 .figures tr:has(.tag) td.n, .figures tr:has(td.of-void) td.n { color: var(--quiet); text-decoration: line-through; }
 tbody.group { border-top: 2px solid var(--line); } tbody th { font-weight: 600; white-space: nowrap; } td.all { color: var(--quiet); padding-left: 46px; }
 td.text { overflow-wrap: anywhere; min-width: 90px; } tr.differs td { font-weight: 600; } .warn { color: var(--bad); }

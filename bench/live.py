@@ -15,7 +15,7 @@ from bench.progress import Progress
 from bench.record import Outcome
 
 _REDRAW_S: Final = 0.5
-"""Drawing takes the generator's time: about a millisecond each."""
+"""Drawing takes the generator's time: about a tenth of a millisecond each."""
 _LINE_EVERY_S: Final = 5.0
 _RATE_OVER_S: Final = 5.0
 

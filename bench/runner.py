@@ -112,11 +112,18 @@ class Runner:
         # The first prompt backwards: as long, of the same tokens, and in no prefix cache does it help a request of the plan.
         request = replace(first, index=_COLD_INDEX, prompt_token_ids=tuple(reversed(first.prompt_token_ids)), warm_up=True)
         clock, exchange = started_clock(), Exchange()
+        sending = asyncio.create_task(self._target.send(request, self._target.encode(request), clock, exchange))
+        ended = asyncio.Event()
+        sending.add_done_callback(lambda _: ended.set())
         try:
-            async with asyncio.timeout(self._limits.cold_start_s):
-                await self._target.send(request, self._target.encode(request), clock, exchange)
-        except TimeoutError:
-            raise TargetError(f"{self._target.name}: the first request had not ended after {self._limits.cold_start_s:g} s") from None
+            await self._first_of(ended, self._limits.cold_start_s)
+        finally:
+            await _end_all([sending])
+        if self._cut.is_set():
+            return {}
+        if not ended.is_set() or sending.cancelled():
+            raise TargetError(f"{self._target.name}: the first request had not ended after {self._limits.cold_start_s:g} s")
+        sending.result()
         if exchange.outcome is not Outcome.OK or not exchange.arrived:
             raise TargetError(f"{self._target.name}: the first request was not answered: {exchange.error or 'no tokens'}")
         sent_s = exchange.sent_s or 0.0
@@ -136,6 +143,8 @@ class Runner:
     # The run
 
     async def _load(self, bodies: dict[int, bytes]) -> None:
+        if self._cut.is_set():
+            return
         sending = self._send_open if self._plan.loop is Loop.OPEN else self._send_closed
         sender = asyncio.create_task(sending(bodies))
         try:

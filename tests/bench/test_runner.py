@@ -87,6 +87,26 @@ async def test_cold_start_that_is_refused_ends_it_in_words() -> None:
         await run_against({8: refuse}, plan_of_times(0.0))
 
 
+async def test_a_cold_start_that_takes_too_long_ends_it_and_a_cut_ends_it_too() -> None:
+    asked = asyncio.Event()
+
+    async def hang(request: gateway_pb2.GenerateRequest, context: Any) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    with pytest.raises(TargetError, match=r"the first request had not ended after 0\.2 s"):
+        await run_against({8: hang}, plan_of_times(0.0), RunLimits(cold_start_s=0.2))
+    asked.clear()
+    async with scripted_gateway({8: hang}) as gateway, opened(TandemTarget(gateway.target)) as target:
+        runner = Runner(plan_of_times(0.0, 0.1), target)
+        running = asyncio.create_task(runner.run())
+        await asyncio.wait_for(asked.wait(), WAIT_S)
+        runner.cut()
+        measured = await asyncio.wait_for(running, WAIT_S)
+    assert measured.records == () and measured.cold_start == {} and len(gateway.requests) == 1
+    assert measured.void == ("the run was cut: 2 of 2 requests were not sent", "no request was measured")
+
+
 async def test_warm_up_is_sent_and_in_no_figure_of_the_generator() -> None:
     async def block(request: gateway_pb2.GenerateRequest, context: Any) -> None:
         time.sleep(0.3)  # noqa: ASYNC251  # server and generator share this loop: the next sends are late

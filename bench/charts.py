@@ -177,7 +177,9 @@ def _class(style: int) -> str:
 
 
 def _dash(style: int, dash: int | None) -> str:
-    pattern = _DASHES[(max(style, 0) if dash is None else dash) % len(_DASHES)]
+    # The seventh run has the first one's colour, and another dash.
+    own = max(style, 0) + max(style, 0) // NUM_STYLES
+    pattern = _DASHES[(own if dash is None else dash) % len(_DASHES)]
     return f' stroke-dasharray="{pattern}"' if pattern else ""
 
 

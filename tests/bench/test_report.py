@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from bench import quantity
+from bench.charts import swatch
 from bench.cost import Price
 from bench.goodput import Limits
 from bench.metrics import summarize
@@ -247,3 +248,8 @@ def test_numbers_have_three_digits_that_count() -> None:
     assert {value: quantity.number(value) for value in told} == told
     assert [quantity.share(each) for each in (0.0, 1.0, 0.9966, 0.5, 0.0034)] == ["0 %", "100 %", "99.66 %", "50.0 %", "0.34 %"]
     assert [quantity.seconds(each) for each in (0.5, 0.0005, 12.0, 0.0)] == ["500 ms", "500 µs", "12.0 s", "0 ms"]
+
+
+def test_many_runs_are_told_apart_by_colour_and_dash_together() -> None:
+    swatches = [re.sub(r"aria-hidden.*?<path", "", swatch(style)) for style in range(12)]
+    assert len(set(swatches)) == 12

@@ -50,7 +50,8 @@ class LoadOptions:
     trace_speed: float | None
     """The workload's own arrival times, so many times as fast."""
     concurrency: int | None
-    num_warm_up: int
+    num_warm_up: int | None
+    """None: as many as a run of its kind needs."""
     seed: int
     scale: float
     input_len: str

@@ -215,6 +215,16 @@ def health(
     raise typer.Exit(int(result))
 
 
+@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
+def bench(context: typer.Context) -> None:
+    """Loads a server and says what its clients feel: run, sweep, report. Its own --help lists their flags."""
+    try:
+        from bench.main import main as run_bench
+    except ModuleNotFoundError as error:
+        raise UserError(f"tandem bench needs {error.name}, which comes with the extra `bench`: pip install 'tandem-serve[bench]'") from None
+    raise typer.Exit(run_bench(context.args, prog="tandem bench"))
+
+
 @app.command()
 def version() -> None:
     """Prints versions of Tandem and of what it stands on."""

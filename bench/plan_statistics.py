@@ -94,7 +94,8 @@ def shared_token_ratio(requests: Sequence[PlannedRequest]) -> float:
 
 def _lengths(values: Sequence[int]) -> Lengths:
     found = np.array(values)
-    return Lengths(float(found.mean()), *(float(np.percentile(found, share)) for share in (50, 90, 99)), float(found.max()))
+    p50, p90, p99 = (float(np.percentile(found, share)) for share in (50, 90, 99))
+    return Lengths(float(found.mean()), p50, p90, p99, float(found.max()))
 
 
 def _rate(times: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float | None:

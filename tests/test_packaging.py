@@ -18,6 +18,7 @@ _ROOT = Path(__file__).parent.parent
 _DECLARED = frozenset(
     {
         "accelerate",
+        "aiohttp",
         "gguf",
         "google",
         "grpc",
@@ -33,17 +34,19 @@ _DECLARED = frozenset(
         "pydantic_settings",
         "rich",
         "safetensors",
+        "starlette",
         "tokenizers",
         "torch",
         "transformers",
         "typer",
+        "uvicorn",
         "uvloop",
         "xxhash",
         "yaml",
     }
 )
 """Modules of the packages in pyproject.toml's base and extras."""
-_NOT_SHIPPED = {"tests", "checks", "bench", "simulate"}
+_NOT_SHIPPED = {"tests", "checks"}
 
 
 @pytest.fixture(scope="session")

@@ -65,9 +65,9 @@ def _add_load(to: argparse.ArgumentParser) -> None:
     group = to.add_argument_group("load")
     group.add_argument("--workload", "--dataset-name", default="fixed", help="Lengths, and prefixes that prompts share; an unknown name lists the known ones.")
     group.add_argument("--num-prompts", type=_count, metavar="N", help="Requests without the warm-up. Default: as many as --duration takes, or 100.")
-    group.add_argument("--duration", type=_seconds, metavar="S", help="Time in which requests are sent, without the warm-up.")
+    group.add_argument("--duration", type=_positive, metavar="S", help="Time in which requests are sent, without the warm-up.")
     group.add_argument("--num-warmups", type=_count_or_none, default=None, metavar="N", help="Requests ahead of the others that are in no figure.")
-    group.add_argument("--burstiness", type=_positive, default=1.0, help="Shape of the gamma gaps: 1 Poisson, below 1 bursts, above 1 more even.")
+    group.add_argument("--burstiness", type=_positive_or_infinite, default=1.0, help="Shape of the gamma gaps: 1 Poisson, below 1 bursts, inf even.")
     group.add_argument("--seed", type=int, default=0, help="Of prompts, lengths and arrivals. Default 0.")
     group.add_argument("--scale", type=_positive, default=1.0, help="All lengths of the workload times this: for models with a short context.")
     group.add_argument("--input-len", "--random-input-len", default="", metavar="N or A:B", help="Prompt tokens of the workloads fixed and uniform.")
@@ -96,9 +96,9 @@ def _add_search(to: argparse.ArgumentParser) -> None:
 
 def _add_limits(to: argparse.ArgumentParser) -> None:
     group = to.add_argument_group("bounds, in seconds")
-    group.add_argument("--request-timeout", type=_seconds, default=300.0, metavar="S", help="Of a request.")
-    group.add_argument("--max-run-time", type=_seconds, default=3600.0, metavar="S", help="Nothing is sent after it; an open loop that it cuts is void.")
-    group.add_argument("--drain-timeout", type=_seconds, default=60.0, metavar="S", help="What is out so long after the last request was sent is a timeout.")
+    group.add_argument("--request-timeout", type=_positive, default=300.0, metavar="S", help="Of a request.")
+    group.add_argument("--max-run-time", type=_positive, default=3600.0, metavar="S", help="Nothing is sent after it; an open loop that it cuts is void.")
+    group.add_argument("--drain-timeout", type=_positive, default=60.0, metavar="S", help="What is out so long after the last request was sent is a timeout.")
     group.add_argument("--no-cold-start", action="store_true", help="Leave out the one request ahead of all others.")
 
 
@@ -124,29 +124,40 @@ def _add_output(to: argparse.ArgumentParser) -> None:
 
 
 def _number(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if math.isnan(value):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number")
     return value
 
 
-def _positive(text: str) -> float:
+def _positive_or_infinite(text: str) -> float:
     if (value := _number(text)) <= 0:
         raise argparse.ArgumentTypeError(f"{text} is not above 0")
     return value
 
 
-def _seconds(text: str) -> float:
-    return _positive(text)
+def _positive(text: str) -> float:
+    if math.isinf(value := _positive_or_infinite(text)):
+        raise argparse.ArgumentTypeError(f"{text} has no end")
+    return value
+
+
+def _whole(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number") from None
+    if value < least:
+        raise argparse.ArgumentTypeError(f"{text} is not at least {least}")
+    return value
 
 
 def _count(text: str) -> int:
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
+    return _whole(text, 1)
 
 
 def _count_or_none(text: str) -> int:
-    if (value := int(text)) < 0:
-        raise argparse.ArgumentTypeError(f"{text} is below 0")
-    return value
+    return _whole(text, 0)

@@ -88,7 +88,7 @@ class ScriptedGateway(gateway_pb2_grpc.GatewayServiceServicer):
 @asynccontextmanager
 async def scripted_gateway(scripts: dict[int, Script] | None = None) -> AsyncIterator[ScriptedGateway]:
     """Listens on 127.0.0.1."""
-    servicer = ScriptedGateway(scripts or {})
+    servicer = ScriptedGateway({} if scripts is None else scripts)
     server = grpc.aio.server()
     gateway_pb2_grpc.add_GatewayServiceServicer_to_server(servicer, server)
     servicer.target = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"

@@ -54,7 +54,7 @@ def _add_server(to: argparse.ArgumentParser) -> None:
     group.add_argument("--model", default="", help="Id of a served model; needed only when there are several.")
     group.add_argument("--endpoint", choices=[each.value for each in Endpoint], help="OpenAI: completions with token ids (default), or chat with text.")
     group.add_argument("--tokenizer", type=Path, metavar="DIR", help="Folder with tokenizer.json: prompts go out as text. Needed for chat.")
-    group.add_argument("--no-ignore-eos", action="store_true", help="OpenAI: leave out ignore_eos and min_tokens, for servers that refuse them.")
+    group.add_argument("--no-ignore-eos", action="store_true", help="OpenAI: leave out ignore_eos and its like, for servers that refuse them.")
     group.add_argument("--no-continuous-usage", action="store_true", help="OpenAI: leave out continuous_usage_stats; tokens are counted by messages.")
     group.add_argument("--temperature", type=float, default=0.0, help="Default 0: greedy.")
     group.add_argument("--header", action="append", default=[], metavar="NAME=VALUE", help="OpenAI: further header. OPENAI_API_KEY is sent when set.")

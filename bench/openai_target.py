@@ -46,7 +46,7 @@ class OpenAIOptions:
     detokenize: Detokenize | None = None
     """Prompts go out as text. Needed for chat; without it a completion's prompt is its token ids."""
     ignore_eos: bool = True
-    """Send ignore_eos and min_tokens, which are no fields of OpenAI's own. Without them an answer that ends by itself is WRONG."""
+    """Send ignore_eos, min_tokens and skip_special_tokens, which are no fields of OpenAI's own. Without them an answer that ends by itself is WRONG."""
     continuous_usage: bool = True
     """Ask for the usage with every chunk, which says how many tokens are in it. A server that does not know the field ignores it or refuses it."""
     temperature: float = 0.0
@@ -107,7 +107,8 @@ class OpenAITarget:
             "max_tokens": request.max_tokens,
         }
         if options.ignore_eos:
-            body |= {"ignore_eos": True, "min_tokens": request.max_tokens}
+            # Special tokens stay in the text, so that no token is without one: an answer without text is WRONG.
+            body |= {"ignore_eos": True, "min_tokens": request.max_tokens, "skip_special_tokens": False}
         if options.endpoint is Endpoint.CHAT:
             assert options.detokenize is not None
             body["messages"] = [{"role": "user", "content": options.detokenize(request.prompt_token_ids)}]

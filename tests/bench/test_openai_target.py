@@ -76,6 +76,7 @@ async def test_a_request_goes_out_in_tokens_with_the_fields_of_vllm() -> None:
         "max_tokens": 3,
         "ignore_eos": True,
         "min_tokens": 3,
+        "skip_special_tokens": False,
         "prompt": [0, 7, 8],
     }
 
@@ -84,7 +85,7 @@ async def test_fields_that_a_server_refuses_can_be_left_out_and_others_added() -
     options = OpenAIOptions(ignore_eos=False, continuous_usage=False, headers={"Authorization": "Bearer k"}, extra_body={"top_k": 1})
     _, peer = await run_against(answer_http, options=options)
     (asked,) = peer.asked
-    assert not {"ignore_eos", "min_tokens"} & set(asked.body) and asked.body["stream_options"] == {"include_usage": True}
+    assert not {"ignore_eos", "min_tokens", "skip_special_tokens"} & set(asked.body) and asked.body["stream_options"] == {"include_usage": True}
     assert asked.body["top_k"] == 1 and asked.headers["authorization"] == "Bearer k"
 
 

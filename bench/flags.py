@@ -63,7 +63,8 @@ def _add_server(to: argparse.ArgumentParser) -> None:
 
 def _add_load(to: argparse.ArgumentParser) -> None:
     group = to.add_argument_group("load")
-    group.add_argument("--workload", "--dataset-name", default="fixed", help="Lengths, and prefixes that prompts share; an unknown name lists the known ones.")
+    names = "Lengths, and prefixes that prompts share; an unknown name lists the known ones."
+    group.add_argument("--workload", "--dataset", "--dataset-name", default="fixed", metavar="NAME", help=names)
     group.add_argument("--num-prompts", type=_count, metavar="N", help="Requests without the warm-up. Default: as many as --duration takes, or 100.")
     group.add_argument("--duration", type=_positive, metavar="S", help="Time in which requests are sent, without the warm-up.")
     group.add_argument("--num-warmups", type=_count_or_none, default=None, metavar="N", help="Requests ahead of the others that are in no figure.")

@@ -11,8 +11,8 @@ from tandem.v1 import decode_pb2, gateway_pb2, generation_pb2
 class Answer:
     """One completion per sample, and what is told once for all of them.
 
-    Seed, model and, with echo, the prompt's token ids go out with the first message, the usage with the last. Log probabilities of the prompt come in front
-    of any token, and all of them.
+    Seed, model, the prompt's length and, with echo, its token ids go out with the first message, the usage with the last. Log probabilities of the prompt come
+    in front of any token, and all of them.
     """
 
     def __init__(self, request: ResolvedRequest, model: ServedModel, *, prompt_text: str = "") -> None:
@@ -81,7 +81,7 @@ class Answer:
     def _complete(self, response: gateway_pb2.GenerateResponse) -> gateway_pb2.GenerateResponse:
         if not self.began:
             self.began = True
-            response.seed, response.model = self._request.seed, self._model_name
+            response.seed, response.model, response.prompt_tokens = self._request.seed, self._model_name, len(self._request.prompt_token_ids)
             if self._request.echo:
                 response.prompt_token_ids.extend(self._request.prompt_token_ids)
         if response.index in self._unechoed and not response.prompt_logprobs:

@@ -19,6 +19,10 @@ class WholeAnswer:
     _num_bytes: int = 0
 
     async def add(self, piece: gateway_pb2.GenerateResponse) -> None:
+        """As `take`, for where messages are written."""
+        self.take(piece)
+
+    def take(self, piece: gateway_pb2.GenerateResponse) -> None:
         """Takes the next piece. Raises StatusError once the whole would be more than a message may be: nobody could take it."""
         self._num_bytes += piece.ByteSize() - len(piece.request_id)
         if self._num_bytes > MAX_MESSAGE_BYTES:

@@ -14,7 +14,7 @@ class HttpAnswer(Protocol):
     """Makes OpenAI's shapes of the gateway's messages. Messages of one prompt come in order; those of several may mix."""
 
     def take(self, prompt: int, response: gateway_pb2.GenerateResponse) -> list[Json]:
-        """The chunks that one message of one prompt's stream becomes; of an answer that is not streamed: none. Raises StatusError when a whole one grows too large."""
+        """The chunks that one message of one prompt's stream becomes; of an answer that is not streamed: none. Raises StatusError when that grows too large."""
 
     def last(self) -> list[Json]:
         """Chunks behind the last message of all prompts: with include_usage the usage."""

@@ -42,7 +42,9 @@ def _no_constant(name: str) -> float:
 
 def shown(value: object) -> str:
     """A value in an error's words, cut when it is long."""
-    text = json.dumps(value) if isinstance(value, (str, int, float, bool)) or value is None else {dict: "an object", list: "a list"}[type(value)]
+    if isinstance(value, (dict, list)):
+        return "an object" if isinstance(value, dict) else "a list"
+    text = json.dumps(value)
     return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
 
 
@@ -54,6 +56,9 @@ class Body:
         self._names = list(fields)
         self._prefix = prefix
         self._known: list[str] = []
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._fields
 
     def take(self, name: str) -> Any:
         """Whatever is there; None for null and for nothing."""

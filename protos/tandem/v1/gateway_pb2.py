@@ -26,15 +26,15 @@ from tandem.v1 import generation_pb2 as tandem_dot_v1_dot_generation__pb2
 from tandem.v1 import load_pb2 as tandem_dot_v1_dot_load__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/gateway.proto\x12\ttandem.v1\x1a\x1atandem/v1/generation.proto\x1a\x14tandem/v1/load.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"8\n\x0c\x43hatMessages\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\"\x8e\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12\'\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x17.tandem.v1.ChatMessagesH\x00\x12\x32\n\x0fsampling_params\x18\x06 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x18\n\x10output_token_ids\x18\x08 \x03(\r\x12\x0c\n\x04\x65\x63ho\x18\t \x01(\x08\x42\x07\n\x05input\"\xce\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12)\n\x08logprobs\x18\x05 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\x12\x10\n\x08position\x18\x06 \x01(\r\x12!\n\x06\x66inish\x18\x07 \x01(\x0b\x32\x11.tandem.v1.Finish\x12\x1f\n\x05usage\x18\x08 \x01(\x0b\x32\x10.tandem.v1.Usage\x12\x11\n\x04seed\x18\t \x01(\x04H\x00\x88\x01\x01\x12\r\n\x05model\x18\n \x01(\t\x12\x30\n\x0fprompt_logprobs\x18\x0b \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\x12\x18\n\x10prompt_token_ids\x18\x0c \x03(\rB\x07\n\x05_seed\"C\n\x14GenerateUnaryRequest\x12+\n\x07request\x18\x01 \x01(\x0b\x32\x1a.tandem.v1.GenerateRequest\"\xd9\x01\n\x15GenerateUnaryResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\"\n\x07\x63hoices\x18\x03 \x03(\x0b\x32\x11.tandem.v1.Choice\x12\x1f\n\x05usage\x18\x04 \x01(\x0b\x32\x10.tandem.v1.Usage\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x30\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\x12\x18\n\x10prompt_token_ids\x18\x07 \x03(\r\"\x86\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\x12!\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x11.tandem.v1.Finish\"\x13\n\x11ListModelsRequest\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.tandem.v1.Model\"U\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\"\x12\n\x10GetStatusRequest\"\xa0\x01\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x1c\n\x14num_requests_running\x18\x02 \x01(\r\x12\x1c\n\x14num_requests_waiting\x18\x03 \x01(\r\x12,\n\tinstances\x18\x04 \x03(\x0b\x32\x19.tandem.v1.InstanceStatus\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\"\x8d\x01\n\x0eInstanceStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x04role\x18\x02 \x01(\x0e\x32\x17.tandem.v1.InstanceRole\x12\x11\n\tavailable\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12#\n\x04load\x18\x05 \x01(\x0b\x32\x15.tandem.v1.LoadReport*b\n\x0cInstanceRole\x12\x1d\n\x19INSTANCE_ROLE_UNSPECIFIED\x10\x00\x12\x19\n\x15INSTANCE_ROLE_PREFILL\x10\x01\x12\x18\n\x14INSTANCE_ROLE_DECODE\x10\x02\x32\xbe\x02\n\x0eGatewayService\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12R\n\rGenerateUnary\x12\x1f.tandem.v1.GenerateUnaryRequest\x1a .tandem.v1.GenerateUnaryResponse\x12I\n\nListModels\x12\x1c.tandem.v1.ListModelsRequest\x1a\x1d.tandem.v1.ListModelsResponse\x12\x46\n\tGetStatus\x12\x1b.tandem.v1.GetStatusRequest\x1a\x1c.tandem.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/gateway.proto\x12\ttandem.v1\x1a\x1atandem/v1/generation.proto\x1a\x14tandem/v1/load.proto\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"8\n\x0c\x43hatMessages\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\"\x8e\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12(\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x13.tandem.v1.TokenIdsH\x00\x12\'\n\x04\x63hat\x18\x05 \x01(\x0b\x32\x17.tandem.v1.ChatMessagesH\x00\x12\x32\n\x0fsampling_params\x18\x06 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x18\n\x10output_token_ids\x18\x08 \x03(\r\x12\x0c\n\x04\x65\x63ho\x18\t \x01(\x08\x42\x07\n\x05input\"\xe5\x02\n\x10GenerateResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05index\x18\x02 \x01(\r\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12)\n\x08logprobs\x18\x05 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\x12\x10\n\x08position\x18\x06 \x01(\r\x12!\n\x06\x66inish\x18\x07 \x01(\x0b\x32\x11.tandem.v1.Finish\x12\x1f\n\x05usage\x18\x08 \x01(\x0b\x32\x10.tandem.v1.Usage\x12\x11\n\x04seed\x18\t \x01(\x04H\x00\x88\x01\x01\x12\r\n\x05model\x18\n \x01(\t\x12\x30\n\x0fprompt_logprobs\x18\x0b \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\x12\x18\n\x10prompt_token_ids\x18\x0c \x03(\r\x12\x15\n\rprompt_tokens\x18\r \x01(\rB\x07\n\x05_seed\"C\n\x14GenerateUnaryRequest\x12+\n\x07request\x18\x01 \x01(\x0b\x32\x1a.tandem.v1.GenerateRequest\"\xd9\x01\n\x15GenerateUnaryResponse\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\"\n\x07\x63hoices\x18\x03 \x03(\x0b\x32\x11.tandem.v1.Choice\x12\x1f\n\x05usage\x18\x04 \x01(\x0b\x32\x10.tandem.v1.Usage\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x30\n\x0fprompt_logprobs\x18\x06 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\x12\x18\n\x10prompt_token_ids\x18\x07 \x03(\r\"\x86\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12)\n\x08logprobs\x18\x04 \x03(\x0b\x32\x17.tandem.v1.TokenLogprob\x12!\n\x06\x66inish\x18\x05 \x01(\x0b\x32\x11.tandem.v1.Finish\"\x13\n\x11ListModelsRequest\"6\n\x12ListModelsResponse\x12 \n\x06models\x18\x01 \x03(\x0b\x32\x10.tandem.v1.Model\"U\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x15\n\rmax_model_len\x18\x02 \x01(\r\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x15\n\reos_token_ids\x18\x04 \x03(\r\"\x12\n\x10GetStatusRequest\"\xa0\x01\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x1c\n\x14num_requests_running\x18\x02 \x01(\r\x12\x1c\n\x14num_requests_waiting\x18\x03 \x01(\r\x12,\n\tinstances\x18\x04 \x03(\x0b\x32\x19.tandem.v1.InstanceStatus\x12\x10\n\x08\x64raining\x18\x05 \x01(\x08\"\x8d\x01\n\x0eInstanceStatus\x12\x0c\n\x04name\x18\x01 \x01(\t\x12%\n\x04role\x18\x02 \x01(\x0e\x32\x17.tandem.v1.InstanceRole\x12\x11\n\tavailable\x18\x03 \x01(\x08\x12\x0e\n\x06reason\x18\x04 \x01(\t\x12#\n\x04load\x18\x05 \x01(\x0b\x32\x15.tandem.v1.LoadReport*b\n\x0cInstanceRole\x12\x1d\n\x19INSTANCE_ROLE_UNSPECIFIED\x10\x00\x12\x19\n\x15INSTANCE_ROLE_PREFILL\x10\x01\x12\x18\n\x14INSTANCE_ROLE_DECODE\x10\x02\x32\xbe\x02\n\x0eGatewayService\x12\x45\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse0\x01\x12R\n\rGenerateUnary\x12\x1f.tandem.v1.GenerateUnaryRequest\x1a .tandem.v1.GenerateUnaryResponse\x12I\n\nListModels\x12\x1c.tandem.v1.ListModelsRequest\x1a\x1d.tandem.v1.ListModelsResponse\x12\x46\n\tGetStatus\x12\x1b.tandem.v1.GetStatusRequest\x1a\x1c.tandem.v1.GetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.gateway_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_INSTANCEROLE']._serialized_start=1719
-  _globals['_INSTANCEROLE']._serialized_end=1817
+  _globals['_INSTANCEROLE']._serialized_start=1742
+  _globals['_INSTANCEROLE']._serialized_end=1840
   _globals['_CHATMESSAGE']._serialized_start=88
   _globals['_CHATMESSAGE']._serialized_end=132
   _globals['_CHATMESSAGES']._serialized_start=134
@@ -42,25 +42,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_GENERATEREQUEST']._serialized_start=193
   _globals['_GENERATEREQUEST']._serialized_end=463
   _globals['_GENERATERESPONSE']._serialized_start=466
-  _globals['_GENERATERESPONSE']._serialized_end=800
-  _globals['_GENERATEUNARYREQUEST']._serialized_start=802
-  _globals['_GENERATEUNARYREQUEST']._serialized_end=869
-  _globals['_GENERATEUNARYRESPONSE']._serialized_start=872
-  _globals['_GENERATEUNARYRESPONSE']._serialized_end=1089
-  _globals['_CHOICE']._serialized_start=1092
-  _globals['_CHOICE']._serialized_end=1226
-  _globals['_LISTMODELSREQUEST']._serialized_start=1228
-  _globals['_LISTMODELSREQUEST']._serialized_end=1247
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1249
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1303
-  _globals['_MODEL']._serialized_start=1305
-  _globals['_MODEL']._serialized_end=1390
-  _globals['_GETSTATUSREQUEST']._serialized_start=1392
-  _globals['_GETSTATUSREQUEST']._serialized_end=1410
-  _globals['_GETSTATUSRESPONSE']._serialized_start=1413
-  _globals['_GETSTATUSRESPONSE']._serialized_end=1573
-  _globals['_INSTANCESTATUS']._serialized_start=1576
-  _globals['_INSTANCESTATUS']._serialized_end=1717
-  _globals['_GATEWAYSERVICE']._serialized_start=1820
-  _globals['_GATEWAYSERVICE']._serialized_end=2138
+  _globals['_GENERATERESPONSE']._serialized_end=823
+  _globals['_GENERATEUNARYREQUEST']._serialized_start=825
+  _globals['_GENERATEUNARYREQUEST']._serialized_end=892
+  _globals['_GENERATEUNARYRESPONSE']._serialized_start=895
+  _globals['_GENERATEUNARYRESPONSE']._serialized_end=1112
+  _globals['_CHOICE']._serialized_start=1115
+  _globals['_CHOICE']._serialized_end=1249
+  _globals['_LISTMODELSREQUEST']._serialized_start=1251
+  _globals['_LISTMODELSREQUEST']._serialized_end=1270
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1272
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1326
+  _globals['_MODEL']._serialized_start=1328
+  _globals['_MODEL']._serialized_end=1413
+  _globals['_GETSTATUSREQUEST']._serialized_start=1415
+  _globals['_GETSTATUSREQUEST']._serialized_end=1433
+  _globals['_GETSTATUSRESPONSE']._serialized_start=1436
+  _globals['_GETSTATUSRESPONSE']._serialized_end=1596
+  _globals['_INSTANCESTATUS']._serialized_start=1599
+  _globals['_INSTANCESTATUS']._serialized_end=1740
+  _globals['_GATEWAYSERVICE']._serialized_start=1843
+  _globals['_GATEWAYSERVICE']._serialized_end=2161
 # @@protoc_insertion_point(module_scope)

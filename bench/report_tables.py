@@ -156,7 +156,7 @@ def rates(shown: Sequence[Shown]) -> str:
     head = ["run", "window", "requests/s", "prompt tokens/s", "output tokens/s", "all tokens/s"]
     if price is not None:
         head += [f"{price.currency} per million output tokens", f"{price.currency} per million tokens"]
-    groups = []
+    groups: list[list[list[Cell | str]]] = []
     for each in shown:
         found = each.summary.throughput
         steady, whole = _rates("steady", found.steady), _rates("whole run", found.whole)

@@ -65,7 +65,7 @@ def _edges(first: float, last: float) -> Floats:
     least = max((last - first) / _NUM_PIECES, 1e-6)
     piece_s = next((each for each in _ROUND_S if each >= least), least)
     start = math.floor(first / piece_s) * piece_s
-    return start + piece_s * np.arange(max(2, math.ceil((last - start) / piece_s + 1e-9) + 1))
+    return start + piece_s * np.arange(max(2, math.ceil((last - start) / piece_s + 1e-9) + 1), dtype=np.float64)
 
 
 def _arrivals(records: Sequence[Record]) -> tuple[Floats, NDArray[np.float64]]:

@@ -31,10 +31,25 @@ async def serve(service: Service) -> None:
         admission_limits=settings.admission_limits(),
         max_request_time_s=settings.max_request_time_s,
     )
+    if settings.http_port >= 0:
+        add_http_door(gateway, settings)
     await gateway.start()
     service.started()
     await service.wait_for_stop()
     await gateway.stop(settings.drain_grace_s)
+
+
+def add_http_door(gateway: Gateway, settings: GatewaySettings) -> None:
+    """Only here is anything of HTTP imported. Raises StartupError without the extra."""
+    try:
+        from gateway.http.connection import ConnectionLimits
+        from gateway.http.door import http_door
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] not in ("starlette", "uvicorn", "h11"):
+            raise
+        raise StartupError(f"--http-port: {error.name} is not installed; the HTTP door needs the extra http: pip install 'tandem-serve[http]'") from None
+    connections = ConnectionLimits(max_connections=settings.http_max_connections)
+    gateway.add_door(http_door(gateway, host=settings.http_host or settings.host, port=settings.http_port, connections=connections))
 
 
 def load_model(settings: GatewaySettings) -> ServedModel:

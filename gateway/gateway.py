@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from typing import Protocol
 
 from prometheus_client import REGISTRY, CollectorRegistry
 
@@ -21,6 +23,16 @@ from rpc.server import RpcServer
 from telemetry.metrics import GatewayMetrics
 
 
+class Door(Protocol):
+    """Another way in beside gRPC."""
+
+    async def start(self) -> int:
+        """Serves. Returns the port, raises StartupError."""
+
+    async def drain(self, grace_s: float) -> bool:
+        """Refuses new requests, waits for running ones, ends the rest after `grace_s`, and stops."""
+
+
 class Gateway:
     """Pools, admission and the gRPC door of one model. Construct it on the event loop; it serves from `start` to `stop`."""
 
@@ -36,6 +48,9 @@ class Gateway:
         registry: CollectorRegistry = REGISTRY,
     ) -> None:
         self.server = server
+        self.model = model
+        self.request_limits = request_limits
+        self.max_request_time_s = max_request_time_s
         self.ledger = Ledger()
         self.pools = Pools(peers, model, self._instance_changed)
         router = Router(
@@ -46,22 +61,33 @@ class Gateway:
         )
         self.admission = Admission(admission_limits, self.ledger, router, time.monotonic)
         self.generations = Generations(Parts(model, self.pools, self.admission, request_limits, GatewayMetrics(model.name, registry)))
-        self._model = model
         self._ready: bool | None = None
+        self._doors: list[Door] = []
         servicer = GatewayServicer(model, self.generations, self.pools, self.admission, max_request_time_s=max_request_time_s, draining=lambda: server.draining)
         server.add(lambda door, listening: add_gateway_service(door, listening, wire_limits(model, request_limits)), servicer, SERVICE.full_name)
+
+    @property
+    def ready(self) -> bool:
+        """Each configured pool has an available instance, and new requests are taken."""
+        return bool(self._ready) and not self.server.draining
+
+    def add_door(self, door: Door) -> None:
+        """Opens and drains another door with the gRPC one; before `start`."""
+        self._doors.append(door)
 
     async def start(self) -> int:
         """Serves and begins to watch the pools; ready once each configured pool has an available instance. Returns the port, raises StartupError."""
         port = await self.server.start()
+        for door in self._doors:
+            await door.start()
         await self.pools.start()
         return port
 
     async def stop(self, grace_s: float) -> None:
-        """Drains and lets go of the pools."""
-        await self.server.drain(grace_s)
+        """Drains all doors at the same time and lets go of the pools."""
+        await asyncio.gather(self.server.drain(grace_s), *(door.drain(grace_s) for door in self._doors))
         await self.pools.stop()
-        self._model.tokenizer.close()
+        self.model.tokenizer.close()
 
     def _instance_changed(self, instance: Instance) -> None:
         if instance.role is Role.DECODE:

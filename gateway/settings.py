@@ -30,6 +30,12 @@ class GatewaySettings(ServiceSettings):
     """Decode instances: a comma list of name=host:port."""
     prefill: str = ""
     """Prefill instances: a comma list of name=host:port; empty: decode computes prompts itself."""
+    http_port: Annotated[int, Field(ge=-1, le=65535)] = -1
+    """Port of the OpenAI-compatible HTTP door (extra `http`); 0 takes any free one and logs it, -1 serves none."""
+    http_host: str = ""
+    """Address of the HTTP door; default: --host."""
+    http_max_connections: Positive = 4096
+    """Most HTTP connections at the same time."""
     tokenizer_threads: Annotated[int, Field(ge=1, le=64)] = 2
     """Threads that tokenize long prompts."""
     max_new_tokens: Positive | None = None

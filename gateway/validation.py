@@ -15,6 +15,11 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 
 
+def is_request_id(text: str, max_chars: int) -> bool:
+    """Whether a request may be named so."""
+    return len(text) <= max_chars and _REQUEST_ID.fullmatch(text) is not None
+
+
 def check_request(request: gateway_pb2.GenerateRequest, model: ServedModel, limits: RequestLimits) -> None:
     """Checks everything that needs no tokenizing. Raises StatusError."""
     if request.request_id and not _REQUEST_ID.fullmatch(request.request_id):

@@ -52,6 +52,27 @@ class RpcMetrics:
         self._duration.labels(method).observe(duration_s)
 
 
+class HttpMetrics:
+    """What the HTTP door counts. `route` is one that is served, or "other"; `code` is the answer's, or what a stream came to behind its first event."""
+
+    def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
+        self._requests = Counter("tandem_http_server_requests", "HTTP requests that ended, by status.", ["http_route", "http_code"], registry=registry)
+        self._active = Gauge("tandem_http_server_active", "HTTP requests that have not ended.", ["http_route"], registry=registry)
+        self._duration = Histogram(
+            "tandem_http_server_request_duration_seconds", "Duration of HTTP requests.", ["http_route"], buckets=RPC_BUCKETS, registry=registry
+        )
+
+    def started(self, route: str) -> None:
+        """A request's headers are there."""
+        self._active.labels(route).inc()
+
+    def ended(self, route: str, code: int, duration_s: float) -> None:
+        """Its answer was handed to the transport, or its client has left (499)."""
+        self._active.labels(route).dec()
+        self._requests.labels(route, str(code)).inc()
+        self._duration.labels(route).observe(duration_s)
+
+
 class GatewayMetrics:
     """The gateway's metrics, bound to one model. Attributes are ready to inc, set or observe; methods take the remaining labels."""
 

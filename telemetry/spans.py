@@ -1,6 +1,7 @@
 """The names of all spans, span events and span attributes: `gen_ai.*` and `rpc.*` where the conventions have one, else `tandem.*`.
 
-gateway SERVER tandem.v1.GatewayService/Generate
+gateway SERVER tandem.v1.GatewayService/Generate, or POST /v1/completions and the like
+  prompt (one each, only when an HTTP body has several)
   tokenize, queue, route
   CLIENT tandem.v1.DecodeService/Generate
     decode SERVER tandem.v1.DecodeService/Generate
@@ -27,6 +28,7 @@ KV_HOLD: Final = "kv.hold"
 KV_TRANSFER: Final = "kv_transfer"
 DECODE: Final = "decode"
 PAIRING: Final = "pairing"
+PROMPT: Final = "prompt"
 SEGMENTS: Final = (TOKENIZE, QUEUE, ROUTE, RESERVE, PREFILL_QUEUE, PREFILL, KV_HOLD, KV_TRANSFER, DECODE)
 
 # Events.
@@ -41,6 +43,13 @@ RPC_METHOD: Final = "rpc.method"
 RPC_RESPONSE_STATUS_CODE: Final = "rpc.response.status_code"
 ERROR_TYPE: Final = "error.type"
 SERVER_ADDRESS: Final = "server.address"
+
+# HTTP attributes (OpenTelemetry's HTTP conventions).
+HTTP_REQUEST_METHOD: Final = "http.request.method"
+HTTP_ROUTE: Final = "http.route"
+HTTP_RESPONSE_STATUS_CODE: Final = "http.response.status_code"
+URL_PATH: Final = "url.path"
+URL_SCHEME: Final = "url.scheme"
 
 # Generation attributes (OpenTelemetry's GenAI conventions).
 GEN_AI_OPERATION_NAME: Final = "gen_ai.operation.name"
@@ -61,6 +70,7 @@ GEN_AI_USAGE_CACHE_READ_INPUT_TOKENS: Final = "gen_ai.usage.cache_read.input_tok
 
 # Ours.
 REQUEST_ID: Final = "tandem.request_id"
+PROMPT_INDEX: Final = "tandem.prompt_index"
 PROMPT_PATH: Final = "tandem.path"
 QUEUE_REASON: Final = "tandem.queue.reason"
 QUEUE_POSITION: Final = "tandem.queue.position"

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from engine.errors import EngineError
-from engine.limits import EngineLimits
+from engine.limits import EngineLimits, PolicyName
+from engine.policies import POLICIES
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionBackendName = Literal["auto", "native", "torch"]
@@ -15,6 +16,7 @@ AttentionBackendName = Literal["auto", "native", "torch"]
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEVICES = ("cpu",)
 _ATTENTION_BACKENDS = ("auto", "native", "torch")
+_OF_POLICIES = ("prefill_quota", "max_decode_steps")
 
 
 class ConfigError(EngineError):
@@ -55,6 +57,14 @@ class EngineConfig:
     """Most tokens in one step, prefill and decode."""
     max_prefill_tokens_per_step: int = 512
     """Part of `max_num_batched_tokens` that prefill may take."""
+    scheduling_policy: PolicyName = "fifo"
+    """Whose prompt comes next, and how much of a step prompts may take: fifo, shortest, decode-first or quota."""
+    prefill_quota: int = 128
+    """Of quota: prompt tokens of a step while others decode."""
+    prefill_aging: float = 1.0
+    """Of shortest: tokens that a prompt gains on shorter ones for each prompt token that is computed while it waits."""
+    max_decode_steps: int = 64
+    """Of decode-first: steps in which prompts wait for those that decode."""
     enable_prefix_caching: bool = True
     """Keep the KV of ended sequences and reuse it for equal prefixes."""
     reserve_output_tokens: int = 256
@@ -74,7 +84,8 @@ class EngineConfig:
         _one_of("dtype", self.dtype, _DTYPES)
         _one_of("device", self.device, _DEVICES)
         _one_of("attention_backend", self.attention_backend, _ATTENTION_BACKENDS)
-        for field in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_prefill_tokens_per_step", "reserve_output_tokens"):
+        _one_of("scheduling_policy", self.scheduling_policy, tuple(POLICIES))
+        for field in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_prefill_tokens_per_step", "reserve_output_tokens", *_OF_POLICIES):
             _at_least_one(field, getattr(self, field))
         for field in ("num_blocks", "kv_cache_memory", "max_model_len", "num_threads"):
             if getattr(self, field) is not None:
@@ -89,6 +100,8 @@ class EngineConfig:
             raise ConfigError(
                 "max_prefill_tokens_per_step", f"{self.max_prefill_tokens_per_step} is more than max_num_batched_tokens = {self.max_num_batched_tokens}"
             )
+        if not self.prefill_aging > 0:
+            raise ConfigError("prefill_aging", f"{self.prefill_aging} is not above 0: a prompt could wait for ever")
         if not self.max_stall_s > 0:
             raise ConfigError("max_stall_s", f"{self.max_stall_s} is not above zero")
 

@@ -1,4 +1,4 @@
-"""Decides what one step computes: decode first, then prompt chunks, under token budgets. No tensor, no I/O, no clock."""
+"""Decides what one step computes: a token for each that decodes, then prompt chunks as the policy says, within budgets. No tensor, no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from bisect import insort
 from engine.block_tables import BlockTables
 from engine.errors import CapacityError
 from engine.limits import EngineLimits
+from engine.policies import POLICIES
 from engine.sequence import Sequence, SequenceKind, SequenceState
 from engine.step import Chunk, PromptRow, SampleRow, StepPlan
 
@@ -22,8 +23,9 @@ class Scheduler:
     def __init__(self, tables: BlockTables, limits: EngineLimits) -> None:
         self.tables = tables
         self.limits = limits
+        self.policy = POLICIES[limits.scheduling_policy](limits)
         self.waiting: list[Sequence] = []
-        """WAITING and PREEMPTED, by (priority, arrival, sample); preempted ones keep their arrival."""
+        """WAITING and PREEMPTED, by their turns; preempted ones keep theirs."""
         self.running: list[Sequence] = []
         """PREFILLING and DECODING, by (priority, arrival, sample)."""
         self.num_places_waiting_for_kv = 0
@@ -42,7 +44,8 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Queues a sequence that is computed here. Raises SequenceTooLongError."""
         self.tables.check_fits(sequence)
-        _insert(self.waiting, sequence)
+        sequence.turn = self.policy.turn(sequence)
+        self._queue(sequence)
 
     def reserve(self, sequence: Sequence) -> None:
         """Takes all blocks of a sequence whose KV comes from elsewhere; it is not scheduled before `start_decoding`. Raises as calls.Reserve says.
@@ -50,7 +53,8 @@ class Scheduler:
         Places and blocks of the head of the queue are spared, unless this one comes before it: it waits for what reservations would go on taking.
         """
         self.tables.check_fits(sequence)
-        ahead = [each for each in self.waiting[:1] if each.order < sequence.order]
+        sequence.turn = self.policy.turn(sequence)
+        ahead = [each for each in self.waiting[:1] if each.turn < sequence.turn]
         num_places_left = self._num_places_left() - sum(each.num_places for each in ahead)
         if num_places_left < sequence.num_places:
             raise CapacityError("sequences", sequence.num_places, max(0, num_places_left))
@@ -102,18 +106,34 @@ class Scheduler:
             if sequence.state is SequenceState.DECODING and self._grow(sequence):
                 self._copy(sequence, step_id, copies)
                 chunks.append(self._chunk(sequence, 1))
-        budget = min(self.limits.max_prefill_tokens_per_step, self.limits.max_num_batched_tokens - len(chunks))
-        for sequence in self.running:
-            if budget > 0 and sequence.state is SequenceState.PREFILLING:
-                budget -= self._append_chunk(chunks, sequence, budget)
-        while budget > 0 and self.waiting and self._num_places_left() >= self.waiting[0].num_places:
-            sequence = self.waiting[0]
-            if not self._admit(sequence):
-                break
-            if sequence.state is SequenceState.PREFILLING:
-                self._copy(sequence, step_id, copies)
-                budget -= self._append_chunk(chunks, sequence, budget)
+        self._schedule_prompts(step_id, chunks, copies)
         return StepPlan(step_id, chunks, copies) if chunks else None
+
+    def _schedule_prompts(self, step_id: int, chunks: list[Chunk], copies: list[tuple[int, int]]) -> None:
+        """Those that have begun and those that wait share the budget, in the order of their turns."""
+        begun = sorted((each for each in self.running if each.state is SequenceState.PREFILLING), key=_turn)
+        if not begun and not self.waiting:
+            return
+        budget = left = min(self.policy.budget(len(chunks)), self.limits.max_num_batched_tokens - len(chunks))
+        waits = not self.waiting
+        while left > 0:
+            if not waits and not (begun and begun[0].turn < self.waiting[0].turn):
+                head = self.waiting[0]
+                if self._num_places_left() < head.num_places or not self._admit(head):
+                    waits = True  # and all behind it, whose turn comes later
+                    continue
+                if head.state is SequenceState.PREFILLING:
+                    self._copy(head, step_id, copies)
+                    left -= self._append_chunk(chunks, head, left)
+                waits = not self.waiting
+            elif begun:
+                left -= self._append_chunk(chunks, begun.pop(0), left)
+            else:
+                break
+        self.policy.scheduled(budget - left)
+
+    def _queue(self, sequence: Sequence) -> None:
+        insort(self.waiting, sequence, key=_turn)
 
     def backlog_tokens(self) -> int:
         """Prompt tokens that wait to be computed."""
@@ -204,13 +224,17 @@ class Scheduler:
         victim.num_computed_tokens = 0
         victim.num_filled_blocks = 0
         victim.prefill_target = victim.num_tokens
-        _insert(self.waiting, victim)
+        self._queue(victim)
         self.num_preemptions += 1
         self.preempted.append(victim)
 
 
 def _insert(sequences: list[Sequence], sequence: Sequence) -> None:
     insort(sequences, sequence, key=lambda each: each.order)
+
+
+def _turn(sequence: Sequence) -> tuple[float, ...]:
+    return sequence.turn
 
 
 def _prompt_row(sequence: Sequence, num_tokens: int) -> PromptRow | None:

@@ -144,6 +144,9 @@ class Sequence:
         if spec.sampling.prompt_logprobs is not None and spec.kind is not SequenceKind.REMOTE_KV and not spec.output_token_ids:
             self.next_prompt_logprob = 1
         self.order = (spec.priority, arrival, 0)
+        """Priority, arrival, sample: who is younger gives way when blocks are short."""
+        self.turn: tuple[float, ...] = self.order
+        """The policy's: whose prompt is computed first."""
         self.first_scheduled_ns: int | None = None
         self.announced = False
         """Another pool was told of its blocks: the table is frozen."""
@@ -214,6 +217,7 @@ class Sequence:
         sibling.block_ids, sibling.sibling_tables, sibling.copy_source = table, [], copy_source
         sibling.token_ids, sibling._names = self.token_ids.copy(), self._names.copy()
         sibling.order = (*self.order[:2], sibling.index)
+        sibling.turn = (*self.turn[:-1], sibling.index)
         return sibling
 
     def to(self, state: SequenceState) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from pydantic import ByteSize, Field
 
 from engine.config import AttentionBackendName, ConfigError, Dtype, EngineConfig
+from engine.limits import PolicyName
 from rpc.errors import StartupError
 from rpc.settings import ServiceSettings, flag_of
 
@@ -40,6 +41,14 @@ class WorkerSettings(ServiceSettings):
     """Most tokens in one step."""
     max_prefill_tokens_per_step: Positive = 512
     """Of which prompt tokens."""
+    scheduling_policy: PolicyName = "fifo"
+    """Whose prompt comes next: fifo; shortest (first, with aging); decode-first (prompts only while nothing decodes); quota (--prefill-quota a step)."""
+    prefill_quota: Positive = 128
+    """Of quota: prompt tokens of a step while others decode."""
+    prefill_aging: Annotated[float, Field(gt=0)] = 1.0
+    """Of shortest: tokens that a prompt gains on shorter ones for each prompt token that is computed while it waits."""
+    max_decode_steps: Positive = 64
+    """Of decode-first: steps in which prompts wait for those that decode."""
     max_active_requests: Positive = 1024
     """Most requests that the worker has in hand, waiting ones included; more are refused with RESOURCE_EXHAUSTED."""
     reserve_output_tokens: Positive = 256
@@ -86,6 +95,10 @@ _ENGINE_FIELDS = (
     "max_num_seqs",
     "max_num_batched_tokens",
     "max_prefill_tokens_per_step",
+    "scheduling_policy",
+    "prefill_quota",
+    "prefill_aging",
+    "max_decode_steps",
     "reserve_output_tokens",
     "enable_prefix_caching",
     "attention_backend",

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from gateway.http.errors import HttpError
+from gateway.http.errors import CLIENT_CLOSED, HttpError
 from gateway.http.exchange import Exchange, open_exchange
 from rpc.errors import StatusError
 from telemetry import spans
@@ -64,6 +64,8 @@ class HttpApp:
                 await self._run(exchange)
             finally:
                 handle.set_attribute(spans.HTTP_RESPONSE_STATUS_CODE, exchange.code)
+                if exchange.code == CLIENT_CLOSED:
+                    handle.set_attribute(spans.CANCELLED, True)
                 if exchange.code >= 500:
                     handle.fail(str(exchange.code))
 

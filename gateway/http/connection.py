@@ -74,6 +74,7 @@ class HttpConnection(H11Protocol):
 
     def abort(self) -> None:
         """Ends it at once, without what is still to be sent."""
+        self._disconnect_cycle()
         self.transport.abort()
 
     def _refuse(self, error: HttpError) -> None:
@@ -83,11 +84,15 @@ class HttpConnection(H11Protocol):
             headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close"), *error.all_headers()]
             parts: list[Any] = [h11.Response(status_code=error.code, headers=headers), h11.Data(data=body), h11.EndOfMessage()]
             self.transport.write(b"".join(self.conn.send(part) or b"" for part in parts))
+        self._disconnect_cycle()
+        self.transport.close()
+        self._flush_timer = self._flush_timer or self.loop.call_later(self._limits.max_flush_s, self._flushed_or_aborted)
+
+    def _disconnect_cycle(self) -> None:
+        """What the transport will say in a moment, for a request that goes on until then."""
         if self._is_answering():
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self.transport.close()
-        self._flush_timer = self._flush_timer or self.loop.call_later(self._limits.max_flush_s, self._flushed_or_aborted)
 
     def _is_answering(self) -> bool:
         cycle: RequestResponseCycle | None = self.cycle  # None until the first request, whatever uvicorn's types say

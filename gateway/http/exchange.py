@@ -61,11 +61,12 @@ class Exchange:
 
     async def send(self, message: Message) -> None:
         """ASGI's, for answers of starlette's own."""
-        if message["type"] == "http.response.start":
-            self.code = message["status"]
+        starts = message["type"] == "http.response.start"
+        if starts:
             own = ((b"date", formatdate(usegmt=True).encode()), (b"x-request-id", self.request_id.encode()))
             message = {**message, "headers": [*message.get("headers", ()), *own]}
         await self._send(message)
+        self.code = message["status"] if starts else self.code
         self._ended = message["type"] == "http.response.body" and not message.get("more_body", False)
 
     async def json(self, content: Mapping[str, Any], code: int = 200, headers: Iterable[tuple[str, str]] = ()) -> None:

@@ -54,6 +54,11 @@ class HttpServer:
         """Open ones."""
         return len(self._state.connections)
 
+    @property
+    def sockets(self) -> tuple[socket.socket, ...]:
+        """Listening ones."""
+        return self._listener.sockets if self._listener is not None else ()
+
     async def start(self) -> int:
         """Binds, serves, and returns the bound port. Raises StartupError when the address cannot be bound."""
         self._config.load()

@@ -67,6 +67,6 @@ async def test_prompts_of_one_body_run_side_by_side(model: ServedModel) -> None:
         await go.wait()
         await tokens([5])(decode, request, context)  # type: ignore[arg-type]
 
-    async with house(model, script) as h, open_door(h) as door:  # type: ignore[arg-type]
+    async with house(model, script) as h, open_door(h) as door:
         content = await door.completion(prompt=["a", "b", "c"])
         assert [choice["index"] for choice in content["choices"]] == [0, 1, 2]

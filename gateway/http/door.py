@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 from prometheus_client import REGISTRY, CollectorRegistry
@@ -13,6 +14,7 @@ from gateway.http.body_reader import BodyLimits, BodyReader
 from gateway.http.chat_request import chat_request
 from gateway.http.completion_request import completion_request
 from gateway.http.connection import ConnectionLimits
+from gateway.http.exchange import Exchange
 from gateway.http.generating import GenerateRoute, Generating
 from gateway.http.pages import Page, Pages, TokenizerPages
 from gateway.http.running import RunningRequests
@@ -39,15 +41,20 @@ def http_door(
     generating = Generating(model, gateway.generations, limits, reader, running, gateway.max_request_time_s)
     pages = Pages(model, gateway.pools, registry, lambda: gateway.ready and not running.draining)
     tokenizer = TokenizerPages(model, gateway.pools, limits, reader)
+    limits_of_connections = connections or ConnectionLimits()
+
+    def page(answer: Callable[[Exchange], Awaitable[None]]) -> Page:
+        return Page(answer, limits_of_connections.max_flush_s)
+
     routes = [
         Route(_COMPLETIONS, GenerateRoute(generating, completion_request), methods=["POST"]),
         Route(_CHAT_COMPLETIONS, GenerateRoute(generating, chat_request), methods=["POST"]),
-        Route("/v1/models", Page(pages.models), methods=["GET"]),
-        Route("/health", Page(pages.health), methods=["GET"]),
-        Route("/metrics", Page(pages.metrics), methods=["GET"]),
-        Route("/version", Page(pages.version), methods=["GET"]),
-        Route("/tokenize", Page(tokenizer.tokenize), methods=["POST"]),
-        Route("/detokenize", Page(tokenizer.detokenize), methods=["POST"]),
+        Route("/v1/models", page(pages.models), methods=["GET"]),
+        Route("/health", page(pages.health), methods=["GET"]),
+        Route("/metrics", page(pages.metrics), methods=["GET"]),
+        Route("/version", page(pages.version), methods=["GET"]),
+        Route("/tokenize", page(tokenizer.tokenize), methods=["POST"]),
+        Route("/detokenize", page(tokenizer.detokenize), methods=["POST"]),
     ]
     app = HttpApp(routes, frozenset({_COMPLETIONS, _CHAT_COMPLETIONS}), HttpMetrics(registry))
-    return HttpServer(app, running, host=host, port=port, limits=connections or ConnectionLimits())
+    return HttpServer(app, running, host=host, port=port, limits=limits_of_connections)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -11,6 +12,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, choose_encode
 from starlette.types import Receive, Scope, Send
 
 from gateway.http.body_reader import BodyReader, check_content_type
+from gateway.http.errors import HttpError
 from gateway.http.exchange import Exchange, exchange_of
 from gateway.http.json_body import Body, read_body
 from gateway.limits import RequestLimits
@@ -32,10 +34,16 @@ class Page:
     """A route as an ASGI application."""
 
     answer: Callable[[Exchange], Awaitable[None]]
+    max_time_s: float
+    """Until the answer is handed to the transport, which has no room while the client takes nothing of the one before."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers."""
-        await self.answer(exchange_of(scope))
+        try:
+            async with asyncio.timeout(self.max_time_s):
+                await self.answer(exchange_of(scope))
+        except TimeoutError:
+            raise HttpError(504, f"no answer within {self.max_time_s:g} s") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +70,7 @@ class Pages:
         """Prometheus' text, or OpenMetrics' where Accept asks for it."""
         try:
             encode, content_type = choose_encoder(exchange.headers.get("accept", ""))
-        except ValueError:  # a version that is none
+        except (TypeError, ValueError):  # a version that is none
             encode, content_type = generate_latest, CONTENT_TYPE_PLAIN_0_0_4
         await exchange.whole(encode(self.registry), content_type)
 

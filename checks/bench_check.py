@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -13,6 +12,7 @@ from bench.arrivals import Arrivals, Closed, Poisson
 from bench.metrics import summarize
 from checks.bench_delays import Kind
 from checks.bench_load import KnownServer, Load, Loaded, Slow, known_server
+from checks.bench_machine import until_quiet
 from checks.bench_truth import Held, hold, pairs
 from checks.verdict import Check, quick
 
@@ -22,7 +22,7 @@ _WARM_UP_SLOWER_S = 0.25
 _STALL_AFTER_S, _STALL_S = 1.5, 2.0
 _FELT_S = 0.5
 """Nothing but the stall takes as long to a first token."""
-_ATTEMPTS = 3
+_ATTEMPTS, _LULL_S = 3, 8.0
 
 Judge = Callable[[Loaded, Held], Iterator[str]]
 
@@ -64,6 +64,7 @@ class Bench:
                 break
             self.tally.repeated += 1
             print(f"  {name}: once more, {loaded.busy}: {missed[0]}", flush=True)
+            await until_quiet(_LULL_S)
         else:
             self._check.details["misses on a busy machine"] = {name: missed}
             self._check.void(f"{name}: {len(missed)} figures are off, and the machine was too busy to say why: {loaded.busy}")
@@ -133,11 +134,7 @@ def _loads(arrivals: Arrivals, num_requests: int) -> Iterator[tuple[str, Load]]:
 
 async def run(check: Check) -> Tally:
     """All cases against one server."""
-    cores = sorted(os.sched_getaffinity(0))
-    apart = len(cores) > 1
-    async with known_server(cores[1] if apart else None) as server:
-        if apart:
-            os.sched_setaffinity(0, {cores[0]})
+    async with known_server() as server:
         bench = Bench(check, server)
         count = 75 if quick() else 400
         for arrivals in (_OPEN, _CLOSED):

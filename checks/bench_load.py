@@ -168,11 +168,10 @@ class KnownServer:
 
 
 @asynccontextmanager
-async def known_server(core: int | None) -> AsyncIterator[KnownServer]:
-    """Starts it, and ends it at the end. `core`: the one that it stays on."""
-    arguments = [] if core is None else [str(core)]
+async def known_server() -> AsyncIterator[KnownServer]:
+    """Starts it, and ends it at the end. On no core of its own: on a machine that is shared, the scheduler finds the free one."""
     pipe = asyncio.subprocess.PIPE
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "checks.bench_server", *arguments, stdin=pipe, stdout=pipe, limit=1 << 26)
+    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "checks.bench_server", stdin=pipe, stdout=pipe, limit=1 << 26)
     server = KnownServer(process)
     try:
         server.addresses = await server.answer()

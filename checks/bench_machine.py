@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections.abc import Sequence
@@ -12,6 +13,7 @@ MAX_OTHERS = 0.15
 """Cores that processes of somebody else, and the hypervisor, may take."""
 MAX_WAITED = 0.02
 """Share of the time that threads of ours may stand ready to run, and not run."""
+_QUIET_S = 0.5
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")
 
 
@@ -32,6 +34,16 @@ class Busy:
         return f"others took {self.others:.2f} cores, ours waited {self.waited:.1%} of the time for one"
 
 
+async def until_quiet(timeout_s: float) -> None:
+    """Returns when others have left the machine alone for half a second, or the time is up. For who has no process at work."""
+    end_s = time.monotonic() + timeout_s
+    while time.monotonic() < end_s:
+        machine = Machine([])
+        await asyncio.sleep(_QUIET_S)
+        if machine.busy().others <= MAX_OTHERS:
+            return
+
+
 class Machine:
     """Counts from when it is made."""
 
@@ -45,7 +57,7 @@ class Machine:
         wall_s = time.monotonic() - self._started_s
         busy_s, ours_s, waited_s = self._read()
         others_s = (busy_s - self._before[0]) - (ours_s - self._before[1])
-        waited = max(after - before for after, before in zip(waited_s, self._before[2], strict=True))
+        waited = max((after - before for after, before in zip(waited_s, self._before[2], strict=True)), default=0.0)
         return Busy(max(others_s, 0.0) / wall_s, waited / wall_s)
 
     def _read(self) -> tuple[float, float, list[float]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import os
 import sys
 import time
 from dataclasses import asdict, dataclass, field
@@ -194,9 +193,7 @@ async def serve() -> None:
 
 
 def main() -> None:
-    """The core to stay on is the one argument, where it has one."""
-    if len(sys.argv) > 1:
-        os.sched_setaffinity(0, {int(sys.argv[1])})
+    """Runs the server."""
     gc.disable()  # minutes at most; a collection would be a delay that nobody drew
     asyncio.run(serve())
 

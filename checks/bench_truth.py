@@ -42,7 +42,7 @@ class Pair:
     record: Record
     served: Served
     scheduled_s: float
-    """time.monotonic(); in a closed loop, where nothing is due, when the server had it."""
+    """time.monotonic(); in a closed loop, where nothing is due, when it was sent."""
 
     @property
     def ttft_s(self) -> float:
@@ -55,7 +55,7 @@ def pairs(loaded: Loaded) -> list[Pair]:
     for record in loaded.run.records:
         if not record.warm_up:
             served = loaded.served[key_of(loaded.plan.requests[record.index].prompt_token_ids)]
-            found.append(Pair(record, served, served.received_s if record.due_s is None else loaded.start_s + record.due_s))
+            found.append(Pair(record, served, loaded.start_s + record.scheduled_s))
     return found
 
 
@@ -100,6 +100,9 @@ def hold(loaded: Loaded) -> Held:
     apart_s = float(np.median(seen)) if seen else math.nan
     if not 0.0 <= apart_s <= LEAST_S:
         wrong.append(f"half of the first tokens are seen {apart_s * 1e3:.2f} ms after they were sent")
+    on_its_way_s = float(np.median([pair.served.received_s - pair.record.sent_s - loaded.start_s for pair in among]))
+    if not 0.0 <= on_its_way_s <= LEAST_S:
+        wrong.append(f"half of the requests come in {on_its_way_s * 1e3:.2f} ms after the time that stands for their sending")
     return Held((*wrong, *_wrong_outcomes(among, summary)), worst_s, apart_s)
 
 

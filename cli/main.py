@@ -56,10 +56,21 @@ def _model_dir(given: Path | None) -> Path:
     return given or models_dir() / "smollm2-135m-instruct"
 
 
+def _default_http_port() -> int:
+    """8000, or none without the packages that it takes: they are an extra, which the two pools do not need."""
+    from importlib.util import find_spec
+
+    return 8000 if find_spec("uvicorn") and find_spec("starlette") else -1
+
+
 @app.command()
 def up(
     model: Annotated[Path | None, typer.Option(help="Model directory. Default: the demo's model in the cache folder.", show_default=False)] = None,
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port of the gateway; 0 takes a free one.")] = 50051,
+    http_port: Annotated[
+        int | None,
+        typer.Option(min=-1, max=65535, help="Port of the OpenAI-compatible HTTP door; 0 takes a free one, -1 opens none. Default: 8000.", show_default=False),
+    ] = None,
     num_prefill: Annotated[int, typer.Option(min=0, help="Prefill instances; 0: decode computes prompts itself.")] = 1,
     num_decode: Annotated[int, typer.Option(min=1, help="Decode instances.")] = 1,
     prefill_args: Annotated[str, typer.Option(help="Further flags for prefill, quoted as one argument.")] = "",
@@ -78,7 +89,10 @@ def up(
     from cli.up import UpLimits
     from cli.up import up as run_up
 
-    options = StackOptions(_model_dir(model), port, num_prefill, num_decode, prefill_args, decode_args, gateway_args)
+    door = _default_http_port() if http_port is None else http_port
+    if http_port is None and door < 0:
+        typer.echo("tandem up: no OpenAI door: it needs the extra http (pip install 'tandem-serve[http]')")
+    options = StackOptions(_model_dir(model), port, num_prefill, num_decode, prefill_args, decode_args, gateway_args, http_port=door)
     raise typer.Exit(asyncio.run(run_up(options, UpLimits(start_timeout, drain_timeout), Console())))
 
 

@@ -7,7 +7,7 @@ import os
 import shlex
 import signal
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +15,8 @@ from pathlib import Path
 from cli.child import SERVICE_MODULES
 from cli.errors import UserError
 from cli.service_process import LineSink, ServiceProcess, ServiceSpec
+
+_HTTP_PORT = "--http-port="
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class StackOptions:
     decode_args: str = ""
     gateway_args: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
+    http_port: int = -1
+    """Of the gateway's HTTP door; 0: any free one, -1: no such door."""
 
     def __post_init__(self) -> None:
         if not (self.model / "config.json").is_file():
@@ -51,11 +55,11 @@ class Exit:
         return f"{self.name} {how}"
 
 
-def _free_ports(count: int, wanted: int) -> list[int]:
-    """`wanted` (0: any) and `count` - 1 other ports, all free at this moment."""
+def _free_ports(wanted: Sequence[int]) -> list[int]:
+    """One for each (0: any), all free at this moment."""
     with ExitStack() as sockets:
         ports = []
-        for port in [wanted] + [0] * (count - 1):
+        for port in wanted:
             probe = sockets.enter_context(socket.socket())
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -76,7 +80,7 @@ def _threads_per_worker(num_workers: int) -> dict[str, str]:
 def _plan(options: StackOptions) -> list[list[ServiceSpec]]:
     """Specs by pool in the order in which they are drained: the gateway first, since its requests need the others to finish."""
     num_workers = options.num_prefill + options.num_decode
-    gateway_port, *ports = _free_ports(1 + num_workers, options.gateway_port)
+    gateway_port, http_port, *ports = _free_ports([options.gateway_port, max(options.http_port, 0)] + [0] * num_workers)
     threads = _threads_per_worker(num_workers)
 
     def spec(name: str, kind: str, port: int, extra: str, *arguments: str) -> ServiceSpec:
@@ -88,7 +92,8 @@ def _plan(options: StackOptions) -> list[list[ServiceSpec]]:
     prefill_list = f"--prefill={','.join(f'{one.name}={one.address}' for one in prefill)}"
     decode = [spec(f"decode-{i}", "decode", ports.pop(), options.decode_args, prefill_list) for i in range(options.num_decode)]
     decode_list = f"--decode={','.join(f'{one.name}={one.address}' for one in decode)}"
-    gateway = spec("gateway", "gateway", gateway_port, options.gateway_args, prefill_list, decode_list)
+    http = () if options.http_port < 0 else (f"{_HTTP_PORT}{http_port}",)
+    gateway = spec("gateway", "gateway", gateway_port, options.gateway_args, prefill_list, decode_list, *http)
     return [[gateway], decode, prefill]
 
 
@@ -108,6 +113,12 @@ class Stack:
     def gateway_address(self) -> str:
         """Where clients connect."""
         return self._pools[0][0].address
+
+    @property
+    def http_url(self) -> str | None:
+        """Where OpenAI clients connect; None without an HTTP door."""
+        ports = [argument.removeprefix(_HTTP_PORT) for argument in self._pools[0][0].arguments if argument.startswith(_HTTP_PORT)]
+        return f"http://127.0.0.1:{ports[0]}/v1" if ports else None
 
     @property
     def addresses(self) -> dict[str, str]:

@@ -88,6 +88,8 @@ async def _start_and_watch(stack: Stack, limits: UpLimits, console: Console) -> 
     except UserError as error:
         return str(error)
     addresses = ", ".join(f"{name} {address}" for name, address in stack.addresses.items())
+    if stack.http_url is not None:
+        addresses += f", OpenAI door {stack.http_url}"
     console.print(f"tandem up: ready after {time.monotonic() - started:.1f} s: {addresses}; Ctrl-C stops", style="bold green", highlight=False, soft_wrap=True)
     return str(await stack.wait_for_exit())
 

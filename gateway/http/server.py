@@ -76,6 +76,7 @@ class HttpServer:
         True when nothing had to be ended.
         """
         self._running.draining = True
+        _LOG.info("the HTTP door drains %d requests", self._running.num_running)
         finished = await self._running.wait_until_idle(grace_s)
         if not finished:
             _LOG.warning("%d HTTP requests that did not end in %g s are ended", self._running.num_running, grace_s)

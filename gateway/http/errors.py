@@ -30,6 +30,7 @@ _CODES: Final = {
     grpc.StatusCode.DEADLINE_EXCEEDED: 504,
 }
 _TYPES: Final = {400: "BadRequestError", 404: "NotFoundError", 422: "UnprocessableEntityError", 500: "InternalServerError", 501: "NotImplementedError"}
+_IMPOSSIBLE: Final = -9999.0
 Headers = list[tuple[str, str]]
 
 
@@ -75,5 +76,20 @@ def type_name(code: int) -> str:
 
 
 def payload(content: Mapping[str, Any]) -> bytes:
-    """JSON in UTF-8."""
-    return json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode()
+    """JSON in UTF-8. The log probability of what cannot be, which JSON cannot say, is vLLM's -9999.0. Raises ValueError for NaN."""
+    try:
+        return _encoded(content)
+    except ValueError:
+        return _encoded(_sayable(content))
+
+
+def _encoded(content: Any) -> bytes:
+    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+
+
+def _sayable(content: Any) -> Any:
+    if isinstance(content, Mapping):
+        return {name: _sayable(value) for name, value in content.items()}
+    if isinstance(content, list):
+        return [_sayable(value) for value in content]
+    return _IMPOSSIBLE if content == -math.inf else content

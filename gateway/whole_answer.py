@@ -26,7 +26,7 @@ class WholeAnswer:
         """Takes the next piece. Raises StatusError once the whole would be more than a message may be: nobody could take it."""
         self._num_bytes += piece.ByteSize() - len(piece.request_id)
         if self._num_bytes > MAX_MESSAGE_BYTES:
-            raise exhausted("MESSAGE_TOO_LARGE", f"the whole answer is above the {MAX_MESSAGE_BYTES >> 20} MiB of a message; Generate streams it", None)
+            raise exhausted("MESSAGE_TOO_LARGE", f"the whole answer is above the {MAX_MESSAGE_BYTES >> 20} MiB of a message; ask for a stream", None)
         response = self._response
         response.request_id = piece.request_id
         response.prompt_logprobs.extend(piece.prompt_logprobs)

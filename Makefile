@@ -99,6 +99,15 @@ check-handover-faults: venv ## hand-overs that are cut, swapped, damaged, outdat
 check-trace: model-smollm2-135m-instruct ## a trace's segments sum to the client's time
 	@$(BIN)/python -m checks.trace --model $(SMOLLM2)
 
+check-bench: venv ## the load generator against a server with known delays
+	@$(BIN)/python -m checks.bench_check
+
+check-clients: model-smollm2-135m-instruct ## the field's own clients, unchanged, over HTTP and gRPC (installs 6 GB into .venv-clients)
+	@TORCH_INDEX=$(TORCH_INDEX) $(BIN)/python -m checks.clients --model $(SMOLLM2)
+
+bench-smoke: model-smollm2-135m-instruct ## a load test of a minute against three services, with its report
+	@$(BIN)/python -m checks.bench_smoke --model $(SMOLLM2)
+
 gpu-check: ## cuda_ipc with two processes on one GPU, by PYTHON with its own torch and CuPy (SKIP without a GPU)
 	@$(PYTHON) -m checks.gpu
 

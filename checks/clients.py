@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
+import textwrap
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,7 +23,7 @@ from tandem.v1 import gateway_pb2
 
 _CLIENT_S = 180.0
 _GIVEN_BACK_S, _ASK_S, _ASK_EVERY_S = 5.0, 10.0, 0.02
-_LINES = 40
+_LINES, _WIDTH = 40, 150
 _OUTPUT = Path("out/check-clients").absolute()
 
 
@@ -39,7 +41,8 @@ class Result:
     def row(self) -> str:
         """Of the table."""
         what = "; ".join(self.passed) if not self.failure else "FAILED"
-        return f"  {self.name:<23} {self.version:<9} {self.seconds:>5.1f} s  {what}"
+        head = f"  {self.name:<23} {self.version:<9} {self.seconds:>5.1f} s  "
+        return textwrap.fill(what, _WIDTH, initial_indent=head, subsequent_indent=" " * len(head))
 
 
 def _variables(known: Known) -> dict[str, str]:
@@ -80,10 +83,8 @@ async def run_client(known: Known, served: Served) -> Result:
 
 def _end(process: asyncio.subprocess.Process) -> None:
     """With the processes that it has started: the session is its own."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
 
 
 async def _version(known: Known) -> str:
@@ -106,24 +107,31 @@ async def still_held(cluster: Cluster) -> Mapping[str, int]:
         await asyncio.sleep(_ASK_EVERY_S)
 
 
+def _batches() -> list[list[Known]]:
+    """One client at a time; in QUICK the load tools, which take seconds to be imported, side by side."""
+    if not quick():
+        return [[known] for known in KNOWN]
+    tools = [known for known in KNOWN if known.is_tool and known.in_quick]
+    return [[known] for known in KNOWN if not known.is_tool] + [tools]
+
+
 async def run(check: Check, model: Path) -> list[Result]:
-    """One client after the other."""
+    """All of them."""
     worker = "--max-model-len=2048 --num-threads=1 --kv-cache-memory=300000000"
     options = StackOptions(model, http_port=0, prefill_args=worker, decode_args=worker)
-    results = []
+    results: list[Result] = []
     async with running_cluster(options, Path("out/check-clients.log")) as cluster:
         url = cluster.stack.http_url
         assert url is not None
-        served = Served(cluster.stack.gateway_address, url.removesuffix("/v1"), model.name, model.absolute())
-        for known in KNOWN:
-            if quick() and not known.in_quick:
-                continue
-            result = await run_client(known, served)
-            print(result.row(), flush=True)
-            check.goal(not result.failure, f"{known.name}: {result.failure}")
+        served = Served(cluster.stack.gateway_address, url.removesuffix("/v1"), model.name, model)
+        for batch in _batches():
+            found = await asyncio.gather(*(run_client(known, served) for known in batch))
             held = await still_held(cluster)
-            check.goal(not held, f"{known.name} has left and this is still held: {held}")
-            results.append(result)
+            for result in found:
+                print(result.row(), flush=True)
+                check.goal(not result.failure, f"{result.name}: {result.failure}")
+            check.goal(not held, f"{', '.join(known.name for known in batch)} left, and this is still held: {held}")
+            results += found
     return results
 
 
@@ -145,18 +153,16 @@ def main() -> None:
     """Runs the check."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True, help="model directory")
-    model = parser.parse_args().model
+    model = parser.parse_args().model.absolute()
     check = Check("check-clients")
-    check.begin("real clients, each in its own environment, against three services over HTTP and gRPC", seconds=150, quick_seconds=50)
+    check.begin("real clients, each in its own environment, against three services over HTTP and gRPC", seconds=130, quick_seconds=48)
     install(check)
     results = asyncio.run(run(check, model))
     check.details["clients"] = [
         {"name": each.name, "version": each.version, "seconds": each.seconds, "passed": each.passed, "failure": each.failure} for each in results
     ]
     served = [each for each in results if not each.failure]
-    check.end(
-        {"clients": len(results), "served": len(served), "uses": sum(len(each.passed) for each in served), "held": 0 if not check.goals_missed else "see above"}
-    )
+    check.end({"clients": len(results), "served": len(served), "uses": sum(len(each.passed) for each in served)})
 
 
 if __name__ == "__main__":

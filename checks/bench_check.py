@@ -12,7 +12,7 @@ from bench.arrivals import Arrivals, Closed, Poisson
 from bench.metrics import summarize
 from checks.bench_delays import Kind
 from checks.bench_load import KnownServer, Load, Loaded, Slow, known_server
-from checks.bench_machine import until_quiet
+from checks.bench_machine import MAX_OTHERS, until_quiet
 from checks.bench_truth import Held, hold, pairs
 from checks.verdict import Check, quick
 
@@ -77,9 +77,17 @@ class Bench:
         return loaded
 
     async def void(self, name: str, load: Load, words: str) -> None:
-        """A slow generator's run must be void, for the right reason. A busy machine is no excuse: it would make it slower still."""
-        loaded = await self._server.load(load)
-        reasons = "; ".join(loaded.run.void)
+        """A slow generator's run must be void, for the right reason. Beside others' load a burner gets less of a core than it wants."""
+        for _ in range(_ATTEMPTS):
+            loaded = await self._server.load(load)
+            reasons = "; ".join(loaded.run.void)
+            if words in reasons or loaded.busy.others <= MAX_OTHERS:
+                break
+            self.tally.repeated += 1
+            print(f"  {name}: once more, {loaded.busy}", flush=True)
+            await until_quiet(_LULL_S)
+        else:
+            self._check.void(f"{name}: the run is not void, and the machine was too busy for anything to be slow by its own fault: {loaded.busy}")
         print(f"  {name}: {'VOID: ' + reasons if reasons else 'not void'}", flush=True)
         self._check.details[name] = {"void": loaded.run.void}
         self._check.goal(words in reasons, f"{name}: the run is not void for that it {words}: {reasons or 'it is not void'}")
@@ -136,14 +144,14 @@ async def run(check: Check) -> Tally:
     """All cases against one server."""
     async with known_server() as server:
         bench = Bench(check, server)
-        count = 75 if quick() else 400
+        count = 60 if quick() else 400
         for arrivals in (_OPEN, _CLOSED):
             for name, load in _loads(arrivals, count):
                 await bench.hold(name, replace(load, slow_first_s=_WARM_UP_SLOWER_S), delays)
-            for name, load in [] if quick() and arrivals is _CLOSED else _loads(arrivals, 90 if quick() else 200):
+            for name, load in [] if quick() and arrivals is _CLOSED else _loads(arrivals, 75 if quick() else 200):
                 await bench.hold(f"{name}, with faults", replace(load, faults=True), faulty)
         shown = await _stalls(bench, check)
-        slow_count = 60 if quick() else 150
+        slow_count = 50 if quick() else 150
         await bench.void("blocked event loop over grpc", Load("grpc", _OPEN, slow_count, slow=Slow.BLOCKED_LOOP), "lagged")
         await bench.void("CPU burner over http", Load("http", _OPEN, slow_count, slow=Slow.BURNER), "was busy")
         if not quick():
@@ -157,7 +165,7 @@ async def _stalls(bench: Bench, check: Check) -> dict[str, float]:
     found = {}
     for protocol in ("grpc",) if quick() else ("grpc", "http"):
         for loop, arrivals, judge in (("open", _OPEN, stalled_open), ("closed", _CLOSED, stalled_closed)):
-            load = Load(protocol, arrivals, 125 if quick() else 200, stall_after_s=_STALL_AFTER_S, stall_s=_STALL_S)
+            load = Load(protocol, arrivals, 110 if quick() else 200, stall_after_s=_STALL_AFTER_S, stall_s=_STALL_S)
             loaded = await bench.hold(f"{loop} loop over {protocol}, server stalls {_STALL_S:g} s", load, judge)
             found[f"{protocol} {loop} ttft_p90_ms"] = round(summarize(loaded.run).ttft.percentile(90).value * 1e3, 1)
     return found

@@ -107,7 +107,7 @@ def latencies(shown: Sequence[Shown]) -> str:
         unit, factor = quantity.unit_for(max((one.percentile(99).value for _, one in of if math.isfinite(one.percentile(99).value)), default=0.0))
         rows: list[list[Cell | str]] = []
         for place, (each, one) in enumerate(of):
-            rows.append([row_head(f"{one.name.replace('ITL', 'ITL (gap)')}, {unit}", place), _run(each), *_times(one, factor), _in_it(one)])
+            rows.append([row_head(f"{one.name.replace('ITL', 'ITL (gap)')}, {unit}", place), _run(each), *_times(one, factor), _in_it(one, each)])
             if one.of_all and one.num_requests < one.num_all:
                 nevers = [times_cell(Figure(value), factor) for _, value in one.of_all]
                 rows.append([_below(each), '<td class="all">over all, a failure as never</td>', Cell(""), *nevers, Cell(""), Cell("")])
@@ -122,17 +122,18 @@ def _times(one: Distribution, factor: float) -> list[Cell]:
     return [times_cell(figure, factor) for figure in figures]
 
 
-def _in_it(one: Distribution) -> Cell:
+def _in_it(one: Distribution, of: Shown) -> Cell:
+    """Marked where failures are missing in it: an answer of one token has no TPOT, and nothing was lost."""
     part = one.num_requests / one.num_all if one.num_all else math.nan
     text = f"{quantity.count(one.num_requests)} of {quantity.count(one.num_all)}"
     values = f"{quantity.count(one.num_values)} values" if one.num_values != one.num_requests else ""
-    return Cell(text, f"{quantity.share(part)}{', ' + values if values else ''}", warn=part < _FEW_LOST)
+    return Cell(text, f"{quantity.share(part)}{', ' + values if values else ''}", warn=of.summary.counts.num_missed > (1 - _FEW_LOST) * one.num_all)
 
 
 def _messages(each: Shown, place: int) -> list[Cell | str]:
     one = each.summary.tokens_per_message
     figures = [one.mean, *(figure for _, figure in one.percentiles), Figure(one.max)]
-    return [row_head("tokens per message", place), _run(each), *(figure_cell(figure, quantity.number) for figure in figures), _in_it(one)]
+    return [row_head("tokens per message", place), _run(each), *(figure_cell(figure, quantity.number) for figure in figures), _in_it(one, each)]
 
 
 def goodputs(shown: Sequence[Shown]) -> str:

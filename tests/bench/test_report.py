@@ -253,3 +253,13 @@ def test_numbers_have_three_digits_that_count() -> None:
 def test_many_runs_are_told_apart_by_colour_and_dash_together() -> None:
     swatches = [re.sub(r"aria-hidden.*?<path", "", swatch(style)) for style in range(12)]
     assert len(set(swatches)) == 12
+
+
+def test_a_figure_is_marked_where_failures_are_missing_in_it_and_not_where_it_cannot_be() -> None:
+    def marked(page: str) -> set[str]:
+        return set(re.findall(r'class="[^"]*warn[^"]*"[^>]*>([^<]*)', page))
+
+    answers = [record(index, due_s=index, at_s=(index + 0.1,) if index % 4 else (index + 0.1, index + 0.2)) for index in range(40)]
+    assert not marked(report([run_of(answers)]))
+    lost = [*answers, record(40, due_s=40.0, outcome=Outcome.REFUSED)]
+    assert {"10 of 41", "40 of 41"} <= marked(report([run_of(lost)]))

@@ -112,7 +112,8 @@ def refusal(caller: Caller) -> None:
 
 
 def cancel(caller: Caller) -> None:
-    stream = caller.stream("Generate", {"text": "Once upon a time", "sampling_params": {"max_tokens": 1500, "ignore_eos": True}})
+    [model] = caller.unary("ListModels", {})["models"]
+    stream = caller.stream("Generate", {"text": "Once upon a time", "sampling_params": {"max_tokens": model["max_model_len"] // 2, "ignore_eos": True}})
     assert isinstance(stream, Iterator)
     next(stream)
     stream.close()  # type: ignore[attr-defined]

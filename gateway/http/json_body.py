@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,8 +32,8 @@ def read_body(raw: bytes) -> Body:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"an object says {shown(next(name for name in names if names.count(name) > 1))} twice")
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"an object says {shown(twice)} twice")
     return found
 
 
@@ -132,7 +133,8 @@ class Body:
     def end(self) -> None:
         """Refuses what was not taken."""
         for name in self._fields:
-            close = difflib.get_close_matches(name, [known for known in self._known if known not in self._names], 1)
+            # Cut first: what is compared is taken apart into its letters, some hundred bytes for each.
+            close = difflib.get_close_matches(name[:_MAX_SHOWN_CHARS], [known for known in self._known if known not in self._names], 1)
             raise self.wrong(name[:_MAX_SHOWN_CHARS], "is no field of this request" + (f"; is {close[0]} meant?" if close else ""))
 
     def _list(self, name: str, value: object, wanted: str) -> list[Any]:

@@ -22,7 +22,7 @@ _WARM_UP_SLOWER_S = 0.25
 _STALL_AFTER_S, _STALL_S = 1.5, 2.0
 _FELT_S = 0.5
 """Nothing but the stall takes as long to a first token."""
-_ATTEMPTS, _LULL_S = 3, 8.0
+_ATTEMPTS, _LULL_S = 4, 10.0
 
 Judge = Callable[[Loaded, Held], Iterator[str]]
 
@@ -144,7 +144,7 @@ async def run(check: Check) -> Tally:
     """All cases against one server."""
     async with known_server() as server:
         bench = Bench(check, server)
-        count = 60 if quick() else 400
+        count = 60 if quick() else 250
         for arrivals in (_OPEN, _CLOSED):
             for name, load in _loads(arrivals, count):
                 await bench.hold(name, replace(load, slow_first_s=_WARM_UP_SLOWER_S), delays)
@@ -174,7 +174,7 @@ async def _stalls(bench: Bench, check: Check) -> dict[str, float]:
 def main() -> None:
     """Runs the check."""
     check = Check("check-bench")
-    check.begin("the load generator against a server with known delays, faults and stalls, and slow generators", seconds=155, quick_seconds=48)
+    check.begin("the load generator against a server with known delays, faults and stalls, and slow generators", seconds=130, quick_seconds=46)
     tally = asyncio.run(run(check))
     stall = check.details["stall"]
     assert isinstance(stall, dict)

@@ -1,8 +1,8 @@
 """A server with known delays, in a process of its own: the gateway's Generate over gRPC, and completions over HTTP. It notes when it sent what.
 
 It prints its two addresses as one line of JSON, and takes commands from its standard input, one line of JSON each:
-{"faults": bool}, {"slow_first": N, "by_s": S} (delays N requests more), {"stall_at_s": T, "for_s": S} (stops the whole process), {"take": true}
-(answers with all that it has noted, and forgets it). Times are time.monotonic(), which processes of one host share.
+{"faults": bool}, {"slow_first": N, "by_s": S} (the next N requests are served well, and later by S), {"stall_at_s": T, "for_s": S} (stops the whole
+process), {"take": true} (answers with all that it has noted, and forgets it). Times are time.monotonic(), which processes of one host share.
 """
 
 from __future__ import annotations
@@ -67,10 +67,11 @@ class Clockwork:
     def begin(self, token_ids: list[int], max_tokens: int) -> tuple[Served, tuple[float, ...]]:
         """A request that has come in, and the times of its tokens."""
         now = time.monotonic()
-        slowed_s = self._slow_s if self._slow_first > 0 else 0.0
+        first = self._slow_first > 0
+        slowed_s = self._slow_s if first else 0.0
         self._slow_first -= 1
         key = key_of(token_ids)
-        course = course_of(key, max_tokens, faults=self.faults)
+        course = course_of(key, max_tokens, faults=self.faults and not first)
         served = Served(key, course.kind, now, slowed_s)
         self._log.append(served)
         return served, tuple(now + slowed_s + at_s for at_s in course.at_s)

@@ -16,6 +16,8 @@ from gateway.http.errors import HttpError, payload
 from gateway.http.exchange import CONNECTION
 
 _RETRY_AFTER_S: Final = 1.0
+_MAX_AHEAD_BYTES: Final = 64 << 10
+"""Of requests that a client sends while one of its own is being answered; beyond them it waits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +63,13 @@ class HttpConnection(H11Protocol):
         """Headers, or a body."""
         super().data_received(data)
         self._watch_head()
+        if self.flow.read_paused and self._is_answering() and not self.cycle.more_body and len(self.conn.trailing_data[0]) <= _MAX_AHEAD_BYTES:
+            self.flow.resume_reading()  # requests that were sent ahead wait; a transport that is not read does not see its client leave
 
     def on_response_complete(self) -> None:
         """An answer has been handed to the transport, which is not to say that its client takes it."""
         super().on_response_complete()
-        if self._flush_timer is None:
-            self._flush_timer = self.loop.call_later(self._limits.max_flush_s, self._flushed_or_aborted)
+        self._watch_flush()
 
     def send_400_response(self, msg: str) -> None:
         """What is no HTTP."""
@@ -86,7 +89,7 @@ class HttpConnection(H11Protocol):
             self.transport.write(b"".join(self.conn.send(part) or b"" for part in parts))
         self._disconnect_cycle()
         self.transport.close()
-        self._flush_timer = self._flush_timer or self.loop.call_later(self._limits.max_flush_s, self._flushed_or_aborted)
+        self._watch_flush()
 
     def _disconnect_cycle(self) -> None:
         """What the transport will say in a moment, for a request that goes on until then."""
@@ -111,6 +114,12 @@ class HttpConnection(H11Protocol):
         self._head_timer = None
         if not self._is_answering() and not self.transport.is_closing():
             self._refuse(HttpError(408, f"no request within {self._limits.max_head_s:g} s"))
+
+    def _watch_flush(self) -> None:
+        """Of the last answer's end; that of one before it has been taken, or is in front of this one's."""
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+        self._flush_timer = self.loop.call_later(self._limits.max_flush_s, self._flushed_or_aborted)
 
     def _flushed_or_aborted(self) -> None:
         self._flush_timer = None

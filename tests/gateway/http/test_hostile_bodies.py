@@ -10,7 +10,7 @@ import pytest
 from gateway.http.json_body import read_body
 from rpc.errors import StatusError
 
-_MANY = 200_000
+_MANY = 40_000
 
 
 def test_a_name_said_twice_behind_many_others_is_found_in_one_pass() -> None:
@@ -18,7 +18,7 @@ def test_a_name_said_twice_behind_many_others_is_found_in_one_pass() -> None:
     began = time.process_time()
     with pytest.raises(StatusError, match=f'says "k{_MANY - 1}" twice'):
         read_body(f"{{{','.join([*names, names[-1]])}}}".encode())
-    assert time.process_time() - began < 10  # each against each other would take minutes
+    assert time.process_time() - began < 5  # each against each other takes half a minute
 
 
 def test_an_unknown_name_of_a_mebibyte_costs_no_more_than_its_own_length() -> None:

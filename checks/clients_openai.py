@@ -18,6 +18,8 @@ _PROMPT = "Once upon a time"
 _MESSAGES: list[ChatCompletionUserMessageParam] = [{"role": "user", "content": "Name three colours."}]
 _NO_END = {"ignore_eos": True}
 _WITH_USAGE: ChatCompletionStreamOptionsParam = {"include_usage": True}
+_MORE_THAN_FIT = 24
+"""Streams at once; the check's gateway runs 8 and lets 8 wait."""
 
 
 def passed(name: str) -> None:
@@ -190,6 +192,34 @@ async def asynchronous(url: str, model: str) -> None:
             break
         await stream.close()
         passed("async: BadRequestError, cancel")
+        await rate_limit(client, model)
+
+
+async def rate_limit(client: AsyncOpenAI, model: str) -> None:
+    """More at once than run and wait: the first that is refused is told when to come back, and all others leave."""
+
+    async def begin() -> openai.RateLimitError | None:
+        try:
+            async with await client.completions.create(model=model, prompt=_PROMPT, max_tokens=1000, stream=True, extra_body=_NO_END) as stream:
+                async for _ in stream:
+                    pass
+        except openai.RateLimitError as error:
+            return error
+        return None
+
+    streams = [asyncio.ensure_future(begin()) for _ in range(_MORE_THAN_FIT)]
+    try:
+        done, _ = await asyncio.wait(streams, timeout=_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+        error = next((stream.result() for stream in done), None)
+    finally:
+        for stream in streams:
+            stream.cancel()
+        await asyncio.gather(*streams, return_exceptions=True)
+    assert error is not None, "nothing was refused"
+    assert error.status_code == 429, error
+    headers = error.response.headers
+    assert int(headers["retry-after"]) >= 1 and int(headers["retry-after-ms"]) >= 1, headers
+    passed("async: RateLimitError says when to come back")
 
 
 def main() -> None:

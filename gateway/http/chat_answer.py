@@ -18,15 +18,15 @@ from tandem.v1 import gateway_pb2, generation_pb2
 class ChatAnswer:
     """See HttpAnswer. There is one prompt."""
 
-    def __init__(self, envelope: Envelope, common: Common, vocabulary: Vocabulary, *, num_samples: int) -> None:
+    def __init__(self, envelope: Envelope, common: Common, vocabulary: Vocabulary) -> None:
         self._envelope = envelope
         self._chunks = replace(envelope, kind=f"{envelope.kind}.chunk")
         self._common = common
         self._tokens = TokenText(vocabulary)
         self._usage = UsageTally()
         self._whole = WholeAnswer()
-        self._unsent = set(range(num_samples))
-        """Samples whose first chunk is still to come."""
+        self._begun = set[int]()
+        """Samples whose first chunk has gone out."""
         self._prompt_logprobs: list[generation_pb2.TokenLogprob] = []
         self._seed: int | None = None
 
@@ -42,8 +42,8 @@ class ChatAnswer:
             self._prompt_logprobs.extend(response.prompt_logprobs)
             return []
         chunks = []
-        if response.index in self._unsent:
-            self._unsent.discard(response.index)
+        if response.index not in self._begun:
+            self._begun.add(response.index)
             chunks.append(self._first(response.index))
         choice: Json = {"index": response.index, "delta": {"content": response.text}, "logprobs": self._logprobs(response.logprobs)}
         if self._common.return_token_ids:

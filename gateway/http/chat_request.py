@@ -38,12 +38,13 @@ def chat_request(raw: bytes, model: ServedModel, limits: RequestLimits, *, reque
     messages = _messages(body, limits)
     params = read_sampling(body)
     _read_max_tokens(body, params)
-    _read_logprobs(body, params)
+    _read_logprobs(body, params, limits)
     _refuse_tools(body)
     for name in _NOT_SERVED:
         body.only(name)
     body.only("chat_template_kwargs", {})
     body.only("add_generation_prompt", True)
+    body.only("add_special_tokens", False)  # the template writes them
     body.only("continue_final_message", False)
     body.only("echo", False)
     body.end()
@@ -51,7 +52,7 @@ def chat_request(raw: bytes, model: ServedModel, limits: RequestLimits, *, reque
         request_id=common.request_id, model=common.model, chat=gateway_pb2.ChatMessages(messages=messages), sampling_params=params, priority=common.priority
     )
     envelope = Envelope(f"chatcmpl-{common.request_id}", "chat.completion", int(time.time()), model.name)
-    return Asked((request,), common.stream, ChatAnswer(envelope, common, model.tokenizer.vocabulary, num_samples=params.n or 1))
+    return Asked((request,), common.stream, ChatAnswer(envelope, common, model.tokenizer.vocabulary))
 
 
 def _read_max_tokens(body: Body, params: generation_pb2.SamplingParams) -> None:
@@ -63,8 +64,9 @@ def _read_max_tokens(body: Body, params: generation_pb2.SamplingParams) -> None:
         params.max_tokens = wanted
 
 
-def _read_logprobs(body: Body, params: generation_pb2.SamplingParams) -> None:
-    wanted, num_top = body.flag("logprobs"), body.integer("top_logprobs")
+def _read_logprobs(body: Body, params: generation_pb2.SamplingParams, limits: RequestLimits) -> None:
+    # The core has one name for both, which is the flag's: the number is checked here.
+    wanted, num_top = body.flag("logprobs"), body.integer("top_logprobs", 0, limits.max_logprobs)
     if num_top and not wanted:
         raise body.wrong("top_logprobs", "may only be given with logprobs true")
     if wanted:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from gateway.http.json_body import Body
+from gateway.http.json_body import Body, shown
 
 _INT32 = (1 << 31) - 1
 _NOT_SERVED = (
@@ -39,7 +39,6 @@ def read_common(body: Body, request_id: str) -> Common:
     body.text("safety_identifier")
     for name in _NOT_SERVED:
         body.only(name)
-    body.only("add_special_tokens", True)
     body.only("service_tier", "auto", "default")
     body.only("store", False)
     body.only("metadata", {})
@@ -62,7 +61,7 @@ def _only_text(body: Body) -> None:
     if wanted is None:
         return
     if (kind := wanted.text("type")) != "text":
-        raise wanted.wrong("type", f"must be text, is {kind}: structured output is not supported")
+        raise wanted.wrong("type", f"must be text, is {shown(kind)}: structured output is not supported")
     wanted.end()
 
 

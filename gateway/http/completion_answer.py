@@ -11,7 +11,7 @@ from gateway.http.envelope import Envelope, UsageTally, finish_of
 from gateway.http.prompt_logprobs import prompt_logprobs
 from gateway.http.token_text import TokenText
 from gateway.vocabulary import Vocabulary
-from gateway.whole_answer import WholeAnswer
+from gateway.whole_answer import Room, WholeAnswer
 from tandem.v1 import gateway_pb2, generation_pb2
 
 Logprobs = Sequence[generation_pb2.TokenLogprob]
@@ -23,22 +23,27 @@ class _Prompt:
 
     logprobs: list[generation_pb2.TokenLogprob] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-    unsent: set[int] = field(default_factory=set)
-    """Samples whose first chunk is still to come."""
+    begun: set[int] = field(default_factory=set)
+    """Samples whose first chunk has gone out."""
 
 
 class CompletionAnswer:
     """See HttpAnswer. Sample s of prompt p is choice p * n + s."""
 
-    def __init__(self, envelope: Envelope, common: Common, vocabulary: Vocabulary, *, num_prompts: int, num_samples: int, echo: bool) -> None:
+    def __init__(
+        self, envelope: Envelope, common: Common, vocabulary: Vocabulary, *, num_prompts: int, num_samples: int, echoes_logprobs: bool, tells_prompt: bool
+    ) -> None:
+        """echoes_logprobs: those of the prompt stand in front of each choice's own. tells_prompt: they come by themselves, in vLLM's shape."""
         self._envelope = envelope
         self._common = common
         self._tokens = TokenText(vocabulary)
         self._num_samples = num_samples
-        self._echo = echo
+        self._echoes_logprobs = echoes_logprobs
+        self._tells_prompt = tells_prompt
         self._usage = UsageTally()
-        self._whole = [WholeAnswer() for _ in range(0 if common.stream else num_prompts)]
-        self._prompts = [_Prompt(unsent=set(range(num_samples))) for _ in range(num_prompts)]
+        room = Room()
+        self._whole = [WholeAnswer(room) for _ in range(0 if common.stream else num_prompts)]
+        self._prompts = [_Prompt() for _ in range(num_prompts)]
         self._num_chars: dict[int, int] = {}
         """Of each choice's tokens so far, for text_offset."""
         self._seed: int | None = None
@@ -56,10 +61,10 @@ class CompletionAnswer:
         if response.prompt_logprobs:
             state.logprobs.extend(response.prompt_logprobs)
             return []
-        first = response.index in state.unsent
-        state.unsent.discard(response.index)
+        first = response.index not in state.begun
+        state.begun.add(response.index)
         index = prompt * self._num_samples + response.index
-        choice = self._choice(index, response.text, response.token_ids, response.logprobs, state if first else _Prompt())
+        choice = self._choice(index, response.text, response.token_ids, response.logprobs, state if first else None)
         usage = self._usage.usage() if self._common.continuous_usage else None
         return [self._envelope.around([choice | finish_of(response)], **self._more(usage, first=first))]
 
@@ -82,20 +87,21 @@ class CompletionAnswer:
         more: Json = {"usage": usage} if self._common.include_usage or usage else {}
         return more | ({"seed": self._seed} if first else {})
 
-    def _choice(self, index: int, text: str, token_ids: Sequence[int], logprobs: Logprobs, told: _Prompt) -> Json:
+    def _choice(self, index: int, text: str, token_ids: Sequence[int], logprobs: Logprobs, told: _Prompt | None) -> Json:
+        """`told` with the choice's first text alone."""
         choice: Json = {"index": index, "text": text, "logprobs": None}
         entries: list[generation_pb2.TokenLogprob | None] = list(logprobs)
         ids = list(token_ids)
-        if self._echo and told.logprobs:
+        if told and self._echoes_logprobs:
             # The first token of a prompt has no probability: nothing is in front of it.
             ids, entries = [*told.token_ids, *ids], [None, *told.logprobs, *entries]
-        elif told.logprobs:
+        if told and self._tells_prompt:
             choice["prompt_logprobs"] = prompt_logprobs(told.logprobs, self._tokens)
         if entries:
             choice["logprobs"] = self._logprobs(index, ids, entries)
         if self._common.return_token_ids:
             choice["token_ids"] = list(token_ids)
-            if told.token_ids:
+            if told and told.token_ids:
                 choice["prompt_token_ids"] = told.token_ids
         return choice
 

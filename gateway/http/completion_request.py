@@ -32,11 +32,13 @@ def completion_request(raw: bytes, model: ServedModel, limits: RequestLimits, *,
     if (max_tokens := body.integer("max_tokens")) is not None:
         params.max_tokens = max_tokens
     echo = bool(body.flag("echo"))
+    tells_prompt = params.HasField("prompt_logprobs")
     if (logprobs := body.integer("logprobs")) is not None:
         params.logprobs = logprobs
-        if echo and not params.HasField("prompt_logprobs"):
+        if echo and not tells_prompt:
             params.prompt_logprobs = logprobs
     body.only("suffix", "")
+    body.only("add_special_tokens", True)
     body.end()
     many = len(prompts) > 1
     requests = tuple(
@@ -51,7 +53,15 @@ def completion_request(raw: bytes, model: ServedModel, limits: RequestLimits, *,
         for index, prompt in enumerate(prompts)
     )
     envelope = Envelope(f"cmpl-{common.request_id}", "text_completion", int(time.time()), model.name)
-    answer = CompletionAnswer(envelope, common, model.tokenizer.vocabulary, num_prompts=len(prompts), num_samples=params.n or 1, echo=echo)
+    answer = CompletionAnswer(
+        envelope,
+        common,
+        model.tokenizer.vocabulary,
+        num_prompts=len(prompts),
+        num_samples=params.n or 1,
+        echoes_logprobs=echo and logprobs is not None,
+        tells_prompt=tells_prompt,
+    )
     return Asked(requests, common.stream, answer)
 
 

@@ -49,6 +49,14 @@ def shown(value: object) -> str:
     return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..."
 
 
+def shown_name(name: str) -> str:
+    """A client's name in an error's words: one line that UTF-8 can say, never empty, cut when it is long."""
+    name = name[:_MAX_SHOWN_CHARS]
+    if not name:
+        return '""'
+    return name if name.isprintable() else json.dumps(name)[1:-1][:_MAX_SHOWN_CHARS]
+
+
 class Body:
     """An object's fields. Each is taken once, null is the same as none; `end` refuses the rest. All raise StatusError that names the field in full."""
 
@@ -135,7 +143,7 @@ class Body:
         for name in self._fields:
             # Cut first: what is compared is taken apart into its letters, some hundred bytes for each.
             close = difflib.get_close_matches(name[:_MAX_SHOWN_CHARS], [known for known in self._known if known not in self._names], 1)
-            raise self.wrong(name[:_MAX_SHOWN_CHARS], "is no field of this request" + (f"; is {close[0]} meant?" if close else ""))
+            raise self.wrong(shown_name(name), "is no field of this request" + (f"; is {close[0]} meant?" if close else ""))
 
     def _list(self, name: str, value: object, wanted: str) -> list[Any]:
         if not isinstance(value, list):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from gateway.http.json_body import UINT64, Body, real, token_ids, whole
+from gateway.http.json_body import UINT64, Body, real, shown_name, token_ids, whole
 from rpc.errors import invalid_argument
 from tandem.v1 import generation_pb2
 
@@ -48,8 +48,9 @@ def _read_logit_bias(body: Body, params: generation_pb2.SamplingParams) -> None:
     if biases is None:
         return
     for key, value in biases.items():
-        field = f"logit_bias.{key[:20]}"
-        if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+        field = f"logit_bias.{shown_name(key)}"
+        # 07 and 7 would be one token with two biases.
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10 and key == str(int(key))):
             raise invalid_argument(field, "must be named by a token id")
         params.logit_bias[whole(int(key), field)] = real(value, field)
 

@@ -148,6 +148,29 @@ def test_an_echo_has_the_prompts_log_probabilities_in_front(model: ServedModel, 
     assert logprobs["text_offset"] == [sum(len(text.text_of(each)) for each in (5, 6, 7, 8)[:place]) for place in range(3)] + logprobs["text_offset"][3:]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_of_one_token_has_it_in_front(model: ServedModel, stream: bool) -> None:
+    asked = _asked("text", model, stream=stream, echo=True, logprobs=0)
+    message = Message(text="a b", token_ids=[9], logprobs=[_logprob(9)], prompt_token_ids=[5], prompt_tokens=1, seed=7)
+    message.finish.finish_reason = generation_pb2.FINISH_REASON_LENGTH
+    chunks = asked.answer.take(0, message)
+    logprobs = (chunks[0] if stream else asked.answer.whole())["choices"][0]["logprobs"]
+    assert logprobs["token_logprobs"] == [None, -0.5]
+    assert {len(column) for column in logprobs.values()} == {2}
+
+
+@pytest.mark.parametrize("logprobs", [None, 0])
+def test_an_echo_whose_prompt_is_asked_about_by_itself_is_told_about_it_by_itself(model: ServedModel, logprobs: int | None) -> None:
+    asked = _asked("text", model, echo=True, prompt_logprobs=0, logprobs=logprobs)
+    _run(asked, list(_messages(model, ["Hi there"], logprobs=logprobs is not None, prompt_logprobs=True)))
+    choice = asked.answer.whole()["choices"][0]
+    assert [entry and list(entry) for entry in choice["prompt_logprobs"]] == [None, ["6"], ["7"]]
+    if logprobs is None:
+        assert choice["logprobs"] is None
+    else:
+        assert len({len(column) for column in choice["logprobs"].values()}) == 1
+
+
 def test_prompt_logprobs_without_an_echo_come_in_vllms_shape(model: ServedModel) -> None:
     messages = list(_messages(model, ["Hi"], prompt_logprobs=True))
     for path in ("text", "chat"):
@@ -183,6 +206,15 @@ def test_a_whole_answer_is_bounded(model: ServedModel) -> None:
         asked.answer.take(0, piece)
     with pytest.raises(StatusError, match="MiB"):
         asked.answer.take(0, piece)
+
+
+def test_the_bound_of_a_whole_answer_is_that_of_all_its_prompts(model: ServedModel) -> None:
+    asked = completion_request(json.dumps({"prompt": ["a", "b"]}).encode(), model, RequestLimits(), request_id="r")
+    piece = Message(request_id="r", text="x" * (1 << 20))
+    for turn in range(MAX_MESSAGE_BYTES // (1 << 20) - 1):
+        asked.answer.take(turn % 2, piece)
+    with pytest.raises(StatusError, match="MiB"):
+        asked.answer.take(1, piece)
 
 
 def test_tokens_and_positions_are_told_when_asked_for(model: ServedModel) -> None:

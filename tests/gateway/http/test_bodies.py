@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +14,11 @@ from hypothesis import strategies as st
 from gateway.http.asked import Asked
 from gateway.http.chat_request import chat_request
 from gateway.http.completion_request import completion_request
+from gateway.http.errors import HttpError, payload
 from gateway.http.field_names import openai_field, openai_message
 from gateway.limits import RequestLimits
 from gateway.served_model import ServedModel
+from gateway.validation import check_request
 from rpc.errors import StatusError
 from tandem.v1 import gateway_pb2
 from tests.gateway.house import ask
@@ -120,6 +123,7 @@ CHATS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "log probabilities": ({"logprobs": True}, {"logprobs": 0}),
     "likeliest ones": ({"logprobs": True, "top_logprobs": 3}, {"logprobs": 3}),
     "none": ({"logprobs": False, "top_logprobs": 0}, {}),
+    "the template's special tokens": ({"add_special_tokens": False}, {}),
     "no tools": ({"tools": [], "tool_choice": "none", "parallel_tool_calls": True}, {}),
     "as guidellm asks": (
         {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}, "max_completion_tokens": 8, "ignore_eos": True},
@@ -173,15 +177,22 @@ BAD_COMPLETIONS: dict[str, tuple[Any, str, str]] = {
     "a stop string that is none": (HELLO | {"stop": ["a", 1]}, "stop[1]", "must be a string, is 1"),
     "a bias without a token": (HELLO | {"logit_bias": {"x": 1}}, "logit_bias.x", "must be named by a token id"),
     "a bias that is none": (HELLO | {"logit_bias": {"5": "1"}}, "logit_bias.5", "must be a number"),
+    "a token with two biases": (HELLO | {"logit_bias": {"7": 1, "07": 2}}, "logit_bias.07", "must be named by a token id"),
+    "a bias of half a character": (HELLO | {"logit_bias": {"\ud800": 1}}, "logit_bias.\\ud800", "must be named by a token id"),
     "a list of biases": (HELLO | {"logit_bias": [1]}, "logit_bias", "must be an object, is a list"),
     "words that are ids": (HELLO | {"bad_words_ids": [1]}, "bad_words_ids", "must be a list of lists"),
     "best_of": (HELLO | {"best_of": 3, "n": 2}, "best_of", "must be n (2)"),
     "a suffix": (HELLO | {"suffix": "x"}, "suffix", "is not supported"),
-    "a format": (HELLO | {"response_format": {"type": "json_object"}}, "response_format.type", "must be text, is json_object"),
+    "a format": (HELLO | {"response_format": {"type": "json_object"}}, "response_format.type", 'must be text, is "json_object"'),
+    "a long format": (HELLO | {"response_format": {"type": "x" * 100_000}}, "response_format.type", "must be text, is"),
     "a schema that vLLM would ignore": (HELLO | {"guided_json": {}}, "guided_json", "is not supported"),
     "options without a stream": (HELLO | {"stream_options": {"include_usage": True}}, "stream_options", "may only be given with stream"),
     "an unknown option": (HELLO | {"stream": True, "stream_options": {"include": True}}, "stream_options.include", "is no field"),
     "a misspelt field": (HELLO | {"temprature": 1}, "temprature", "is temperature meant?"),
+    "a name of half a character": (HELLO | {"\ud800": 1}, "\\ud800", "is no field"),
+    "no name": (HELLO | {"": 1}, '""', "is no field"),
+    "a name of two lines": (HELLO | {"a\nb": 1}, "a\\nb", "is no field"),
+    "no special tokens": (HELLO | {"add_special_tokens": False}, "add_special_tokens", "is not supported"),
     "chat's field": (HELLO | {"messages": []}, "messages", "is no field"),
 }
 
@@ -195,7 +206,23 @@ def test_bad_completion_bodies_are_refused_by_name(name: str, served: ServedMode
     assert refused.value.message.startswith(f"{field}: ")
     assert text in refused.value.message
     assert len(refused.value.message) < 400
-    assert "\n" not in refused.value.message
+    assert refused.value.message.isprintable()
+    assert payload(HttpError.of(refused.value).body())
+
+
+@pytest.mark.parametrize("read", [completion_request, chat_request])
+def test_samples_without_number_are_refused_before_they_cost_anything(read: Callable[..., Asked], served: ServedModel) -> None:
+    n = 1_000_000
+    raw = json.dumps({"n": n, "stream": True, **({"prompt": ["a"] * 4} if read is completion_request else {"messages": CHAT["messages"]})}).encode()
+    tracemalloc.start()
+    try:
+        asked = read(raw, served, LIMITS, request_id="r1")
+        assert tracemalloc.get_traced_memory()[1] < n
+    finally:
+        tracemalloc.stop()
+    with pytest.raises(StatusError, match="must be at least 1 and at most max_samples 16, is 1000000") as refused:
+        check_request(asked.requests[0], served, LIMITS)
+    assert openai_field(refused.value.field) == "n"
 
 
 def _messages(*messages: object) -> dict[str, object]:
@@ -223,6 +250,8 @@ BAD_CHATS: dict[str, tuple[dict[str, Any], str, str]] = {
     "an unknown field": (_messages({"role": "user", "content": "x", "z": 1}), "messages[0].z", "is no field"),
     "two limits": (CHAT | {"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens", "they mean the same"),
     "likeliest ones of none": (CHAT | {"top_logprobs": 2}, "top_logprobs", "may only be given with logprobs"),
+    "more of the likeliest than there are to be had": (CHAT | {"logprobs": True, "top_logprobs": 21}, "top_logprobs", "must be from 0 to 20, is 21"),
+    "special tokens beside the template's": (CHAT | {"add_special_tokens": True}, "add_special_tokens", "is not supported"),
     "completions' logprobs": (CHAT | {"logprobs": 2}, "logprobs", "must be true or false"),
     "tools": (CHAT | {"tools": [{}]}, "tools", "is not supported"),
     "a choice": (CHAT | {"tool_choice": "required"}, "tool_choice", "is not supported"),
@@ -241,11 +270,11 @@ def test_bad_chat_bodies_are_refused_by_name(name: str, served: ServedModel) -> 
 
 
 _NAMES = ("prompt", "messages", "model", "stream", "stream_options", "n", "seed", "stop", "logit_bias", "temperature", "max_tokens", "logprobs", "tools", "x")
+_ANY_TEXT = st.text(st.characters(exclude_categories=()), max_size=5)
+"""Halves of characters too."""
 _JSON = st.recursive(
-    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | st.text(max_size=5) | st.sampled_from(("user", "text")),
-    lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from((*_NAMES, "role", "content", "type", "text")) | st.text(max_size=4), inner, max_size=4)
-    ),
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False) | _ANY_TEXT | st.sampled_from(("user", "text")),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from((*_NAMES, "role", "content", "type", "text")) | _ANY_TEXT, inner, max_size=4),
     max_leaves=12,
 )
 
@@ -258,12 +287,16 @@ def _outcome(read: Callable[..., Asked], raw: bytes, served: ServedModel) -> Ask
 
 
 @settings(max_examples=300, deadline=None)
-@given(body=st.dictionaries(st.sampled_from(_NAMES), _JSON, max_size=6), raw=st.binary(max_size=40))
+@given(body=st.dictionaries(st.sampled_from(_NAMES) | _ANY_TEXT, _JSON, max_size=6), raw=st.binary(max_size=40))
 def test_any_body_is_a_request_or_is_refused(body: dict[str, Any], raw: bytes, served: ServedModel) -> None:
     for made in (json.dumps(body).encode(), raw, json.dumps(HELLO | body).encode(), json.dumps(CHAT | body).encode()):
         for read in (completion_request, chat_request):
             outcome = _outcome(read, made, served)
-            assert outcome.requests if isinstance(outcome, Asked) else (outcome.code.name == "INVALID_ARGUMENT" and outcome.field)
+            if isinstance(outcome, Asked):
+                assert outcome.requests
+            else:
+                assert (outcome.code.name, bool(outcome.field)) == ("INVALID_ARGUMENT", True)
+                assert payload(HttpError.of(outcome).body())
 
 
 def test_fields_of_the_core_have_openai_names() -> None:

@@ -31,6 +31,11 @@ def event(content: Mapping[str, Any]) -> bytes:
     return b"data: " + payload(content) + b"\n\n"
 
 
+def events(contents: Iterable[Mapping[str, Any]]) -> bytes:
+    """Server-sent events, one behind the other."""
+    return b"".join(map(event, contents))
+
+
 class Connection(Protocol):
     """The transport below, for what ASGI has no word for."""
 
@@ -78,9 +83,8 @@ class Exchange:
         await self._start(code, [("content-type", content_type), ("content-length", str(len(body))), *headers])
         await self.send({"type": "http.response.body", "body": body})
 
-    async def events(self, chunks: Iterable[Mapping[str, Any]], headers: Mapping[str, str]) -> None:
+    async def events(self, body: bytes, headers: Mapping[str, str]) -> None:
         """Server-sent events; the first of them sends the headers. Returns when the transport has room again, which bounds what a slow reader costs."""
-        body = b"".join(map(event, chunks))
         if not body:
             return
         async with self._sending:

@@ -15,7 +15,7 @@ from gateway.generation import Generations
 from gateway.http.asked import Asked
 from gateway.http.body_reader import BodyReader, check_content_type
 from gateway.http.errors import CLIENT_CLOSED, HttpError, payload
-from gateway.http.exchange import Exchange, exchange_of
+from gateway.http.exchange import Exchange, events, exchange_of
 from gateway.http.running import RunningRequests, shutting_down
 from gateway.http.side_by_side import side_by_side
 from gateway.limits import RequestLimits
@@ -94,6 +94,8 @@ class _Turn:
         self._trailers: dict[str, str] = {}
         """Of the gRPC door; told as headers where there is one prompt."""
         self._num_bytes = 0
+        """Of messages that were taken and have not gone out."""
+        self._making = asyncio.Lock()
 
     async def run(self) -> None:
         """Raises StatusError and HttpError."""
@@ -125,7 +127,7 @@ class _Turn:
         await side_by_side([self._work(asked, prompt) for prompt in range(len(asked.requests))], _MAX_PROMPTS_AT_ONCE)
         exchange = self._exchange
         if asked.stream:
-            await exchange.events(asked.answer.last(), self._trailers)
+            await exchange.events(events(asked.answer.last()), self._trailers)
             await exchange.done()
             return
         # As long as the messages were: log probabilities of thousands of tokens take a good part of a second.
@@ -139,7 +141,12 @@ class _Turn:
 
         async def write(response: gateway_pb2.GenerateResponse) -> None:
             self._num_bytes += response.ByteSize()
-            await self._exchange.events(asked.answer.take(prompt, response), trailers)
+            async with self._making:  # one at a time, as an answer is not for two threads
+                # A first chunk has all log probabilities of its prompt, which take as long as they are many.
+                num_bytes = self._num_bytes if asked.stream else 0
+                body = await self._parts.model.tokenizer.off_the_loop(num_bytes, lambda: events(asked.answer.take(prompt, response)))
+                self._num_bytes = 0 if body else self._num_bytes
+            await self._exchange.events(body, trailers)
 
         async def run() -> None:
             call = Call(_TENANT, self._ends_at - time.monotonic(), trailers, write)

@@ -22,7 +22,7 @@ _PLAN_NAMES = {
     "scale": "scale of all lengths",
     "seed": "seed",
     "num_requests": "requests",
-    "num_warm_up": "of those warm-up",
+    "num_warm_up": "warm-up, in no figure",
 }
 _LOOPS = {"open": "open: each request at its own time, whatever became of those before it", "closed": "closed: the next one is sent when one has ended"}
 _FEW_LOST = 0.99

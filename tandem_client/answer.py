@@ -40,17 +40,19 @@ class Answer:
         self.prompt_token_ids: list[int] = []
         self.num_tokens = 0
         """Of all samples."""
-        self._samples = [_Sample() for _ in range(n)]
+        self._n = n
+        self._samples: dict[int, _Sample] = {}
+        """Those that came: as long as the gateway has not taken the request, n may be any number."""
 
     @property
     def complete(self) -> bool:
         """The last message has come: usage stands on it alone, and all samples have ended."""
-        return self.usage is not None and all(sample.finish is not None for sample in self._samples)
+        return self.usage is not None and sum(sample.finish is not None for sample in self._samples.values()) == self._n
 
     @property
     def token_ids(self) -> list[int]:
         """The first sample's."""
-        return self._samples[0].token_ids
+        return self._samples[0].token_ids if 0 in self._samples else []
 
     def begin_again(self) -> None:
         """A new attempt, before any token came: it tells everything anew."""
@@ -63,6 +65,8 @@ class Answer:
         if self.seed is None and message.HasField("seed"):
             self.seed, self.model = message.seed, message.model
             self.prompt_token_ids.extend(message.prompt_token_ids)
+        elif message.HasField("seed") and (message.seed, message.model) != (self.seed, self.model):
+            raise BrokenAnswerError(f"it began by model {self.model!r} with seed {self.seed}, and goes on by {message.model!r} with {message.seed}")
         if message.HasField("usage"):
             self.usage = _usage(message.usage)
         if message.prompt_logprobs:
@@ -72,9 +76,9 @@ class Answer:
         return None
 
     def _take(self, message: gateway_pb2.GenerateResponse) -> Piece:
-        if message.index >= len(self._samples):
-            raise BrokenAnswerError(f"sample {message.index} of {len(self._samples)} came")
-        sample = self._samples[message.index]
+        if message.index >= self._n:
+            raise BrokenAnswerError(f"sample {message.index} of {self._n} came")
+        sample = self._samples.setdefault(message.index, _Sample())
         if sample.finish is not None:
             raise BrokenAnswerError(f"sample {message.index} went on behind its finish")
         if message.token_ids and message.position != len(sample.token_ids):
@@ -95,9 +99,11 @@ class Answer:
         return piece
 
     def choices(self) -> tuple[Choice, ...]:
-        """The samples as far as they have come."""
+        """The samples as far as they have come, each of them from the first message on."""
+        number = self._n if self._samples else 1
+        samples = [self._samples.get(index) or _Sample() for index in range(number)]
         return tuple(
-            Choice(index, "".join(sample.texts), tuple(sample.token_ids), tuple(sample.logprobs), sample.finish) for index, sample in enumerate(self._samples)
+            Choice(index, "".join(sample.texts), tuple(sample.token_ids), tuple(sample.logprobs), sample.finish) for index, sample in enumerate(samples)
         )
 
 

@@ -43,7 +43,7 @@ class Generation:
         return self.path is not None
 
     def attempt(self) -> tuple[gateway_pb2.GenerateRequest, float | None]:
-        """The next attempt's request and its timeout: the first tokens' own seed and all tokens that came, when some have."""
+        """The next attempt's request and its timeout: the first tokens' own seed and model, and all tokens that came, when some have."""
         timeout_s = self.attempts.begin()
         request, answer = self._request, self.answer
         self._num_before = answer.num_tokens
@@ -56,7 +56,7 @@ class Generation:
                 answer.begin_again()
         if answer.num_tokens:
             if answer.seed is not None:
-                request.sampling_params.seed = answer.seed
+                request.sampling_params.seed, request.model = answer.seed, answer.model
             request.output_token_ids[:] = answer.token_ids
         return request, timeout_s
 

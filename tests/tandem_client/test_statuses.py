@@ -96,7 +96,7 @@ async def test_a_cut_of_another_code_before_the_first_token_is_told(kind: str, c
 @pytest.mark.parametrize("code", [_CODE.UNAVAILABLE, _CODE.INTERNAL, _CODE.UNKNOWN, _CODE.CANCELLED])
 async def test_behind_the_first_token_every_cut_is_gone_on_from_with_the_seed_and_the_tokens_that_came(kind: str, code: grpc.StatusCode) -> None:
     first = then(says(message(0, 5, 6, text="a", seed=77)), cuts(code))
-    rest = says(message(2, 7, text="b", seed=1), message(3, 8, text="c", finish=True))
+    rest = says(message(2, 7, text="b", seed=77), message(3, 8, text="c", finish=True))
     gateway = ScriptedGateway(first, rest)
     async with serving(gateway) as target, Either(kind, target, retry=QUICK) as client, client.stream([1, 2], request_id="r", max_tokens=4) as stream:
         pieces = [piece async for piece in stream]
@@ -107,6 +107,18 @@ async def test_behind_the_first_token_every_cut_is_gone_on_from_with_the_seed_an
         [_, again] = gateway.requests
         assert (list(again.output_token_ids), again.sampling_params.seed, again.request_id) == ([5, 6], 77, "r:2")
         assert (list(again.token_ids.ids), again.sampling_params.max_tokens) == ([1, 2], 4)
+
+
+@pytest.mark.parametrize(("seed", "model"), [(77, "other"), (78, "m")])
+async def test_a_resume_asks_for_the_model_that_began_and_takes_no_other_ones_tokens(kind: str, seed: int, model: str) -> None:
+    """Behind one address the model may be replaced while a stream is cut."""
+    goes_on = message(1, 6, text="b", seed=seed, finish=True)
+    goes_on.model = model
+    gateway = ScriptedGateway(then(says(message(0, 5, text="a", seed=77)), cuts()), says(goes_on))
+    async with serving(gateway) as target, Either(kind, target, retry=QUICK) as client:
+        with pytest.raises(Internal, match="goes on by"):
+            await client.generate("x")
+        assert [request.model for request in gateway.requests] == ["", "m"]
 
 
 async def test_a_lost_decode_is_gone_on_from_and_the_servers_own_error_is_not(kind: str) -> None:

@@ -10,9 +10,10 @@ from typing import Any, Self, Unpack
 import grpc
 
 from tandem.v1 import gateway_pb2, gateway_pb2_grpc
-from tandem_client.async_stream import AsyncStream
+from tandem_client.async_stream import AsyncStream, is_set_within
 from tandem_client.chat import ChatMessage
 from tandem_client.completion import Completion
+from tandem_client.errors import Cancelled
 from tandem_client.gateway_status import GatewayStatus, Model
 from tandem_client.options import Options
 from tandem_client.prompt import chat_request, prompt_request
@@ -29,6 +30,8 @@ class AsyncClient(Session):
     _channel: grpc.aio.Channel | None = None
     _gateway: Any = None
     _loop: asyncio.AbstractEventLoop | None = None
+    _closing: asyncio.Event | None = None
+    """For whoever waits on the loop; from the first call on."""
 
     async def generate(self, prompt: str | Sequence[int], **options: Unpack[Options]) -> Completion:
         """A completion of a text, or of token ids, whole. It is streamed all the same, since only a stream can be resumed after a cut."""
@@ -56,8 +59,10 @@ class AsyncClient(Session):
         return GatewayStatus.of(await self._ask(self._stub().GetStatus, gateway_pb2.GetStatusRequest(), timeout_s))
 
     async def close(self) -> None:
-        """Ends whatever runs, and the connection; a call that comes later raises RuntimeError."""
+        """Ends whatever runs (Cancelled), and the connection; a call that comes later raises RuntimeError."""
         self._cancel_streams()
+        if self._closing is not None:
+            self._closing.set()
         if self._channel is not None:
             await self._channel.close()
 
@@ -79,11 +84,19 @@ class AsyncClient(Session):
 
     async def _ask(self, method: Callable[..., Any], request: Any, timeout_s: float | None) -> Any:
         attempts = self._attempts(timeout_s)
+        closing = self._closing
+        assert closing is not None, "the method is one of the stub's"
         while True:
             try:
                 response = await method(request, timeout=attempts.begin(), metadata=self._connection.metadata)
             except grpc.RpcError as error:
-                await asyncio.sleep(attempts.wait_after(error))
+                if await is_set_within(closing, attempts.wait_after(error)):
+                    raise Cancelled.here() from None
+            except (asyncio.CancelledError, grpc.aio.UsageError):  # also what grpc.aio says to the calls of a channel that is closed
+                task = asyncio.current_task()
+                if not self._closed.is_set() or (task is not None and task.cancelling()):
+                    raise
+                raise Cancelled.here() from None
             else:
                 attempts.ended_well()
                 return response
@@ -92,7 +105,7 @@ class AsyncClient(Session):
         self._check_open()
         if self._channel is None:
             target, options, credentials = self._connection.target, self._connection.options, self._credentials
-            self._loop = asyncio.get_running_loop()
+            self._loop, self._closing = asyncio.get_running_loop(), asyncio.Event()
             self._channel = grpc.aio.insecure_channel(target, options) if credentials is None else grpc.aio.secure_channel(target, credentials, options)
             self._gateway = gateway_pb2_grpc.GatewayServiceStub(self._channel)
         elif self._loop is not asyncio.get_running_loop():

@@ -111,7 +111,12 @@ class AsyncStream(Received):
         return None
 
     def _begin(self) -> Any:
-        call = self._open(*self._generation.attempt())
+        try:
+            call = self._open(*self._generation.attempt())
+        except (RuntimeError, grpc.aio.UsageError):  # of a client that is closed, which has closed the line first
+            if self._line.closed.is_set():
+                raise self._generation.cancelled() from None
+            raise
         self._line.put(call)
         return call
 
@@ -123,9 +128,15 @@ class AsyncStream(Received):
         wait_s = self._generation.failed(error)
         line.call = None
         if wait_s is not None:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
-                    await line.closed.wait()
+            await is_set_within(line.closed, wait_s)
+
+
+async def is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
+    """Waits for the event, but no longer."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            await event.wait()
+    return event.is_set()
 
 
 async def read(call: Any) -> gateway_pb2.GenerateResponse | None:

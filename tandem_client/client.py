@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self, Unpack
@@ -12,6 +11,7 @@ import grpc
 from tandem.v1 import gateway_pb2, gateway_pb2_grpc
 from tandem_client.chat import ChatMessage
 from tandem_client.completion import Completion
+from tandem_client.errors import Cancelled
 from tandem_client.gateway_status import GatewayStatus, Model
 from tandem_client.options import Options
 from tandem_client.prompt import chat_request, prompt_request
@@ -55,7 +55,7 @@ class Client(Session):
         return GatewayStatus.of(self._ask(self._stub().GetStatus, gateway_pb2.GetStatusRequest(), timeout_s))
 
     def close(self) -> None:
-        """Ends whatever runs, and the connection; a call that comes later raises RuntimeError."""
+        """Ends whatever runs (Cancelled), and the connection; a call that comes later raises RuntimeError."""
         self._cancel_streams()
         if self._channel is not None:
             self._channel.close()
@@ -82,7 +82,13 @@ class Client(Session):
             try:
                 response = method(request, timeout=attempts.begin(), metadata=self._connection.metadata)
             except grpc.RpcError as error:
-                time.sleep(attempts.wait_after(error))
+                wait_s = attempts.wait_after(error)
+                if self._closed.wait(wait_s):
+                    raise Cancelled.here() from None
+            except ValueError:  # gRPC's word for a channel that another thread has closed since
+                if self._closed.is_set():
+                    raise Cancelled.here() from None
+                raise
             else:
                 attempts.ended_well()
                 return response

@@ -118,7 +118,7 @@ class Cancelled(TandemError):
     """CANCELLED."""
 
     @classmethod
-    def here(cls, request_id: str, tokens_sent: int) -> Self:
+    def here(cls, request_id: str = "", tokens_sent: int = 0) -> Self:
         """By this side."""
         return cls(Failure(grpc.StatusCode.CANCELLED, "the call was cancelled by its caller"), request_id, tokens_sent)
 

@@ -46,7 +46,7 @@ class Session:
         self.timeout_s = timeout_s
         self._credentials = self._connection.credentials
         self._opening = threading.Lock()  # calls may come from several threads at once
-        self._is_closed = False
+        self._closed = threading.Event()
         self._streams: WeakSet[Stream | AsyncStream] = WeakSet()
         self._budget = RetryBudget(self.retry.max_budget, self.retry.budget_ratio)
 
@@ -62,13 +62,13 @@ class Session:
 
     def _cancel_streams(self) -> None:
         with self._opening:
-            self._is_closed = True
+            self._closed.set()
             streams = list(self._streams)
         for stream in streams:
             stream.cancel()
 
     def _check_open(self) -> None:
-        if self._is_closed:
+        if self._closed.is_set():
             raise RuntimeError("the client is closed")
 
     def _generation(self, request: gateway_pb2.GenerateRequest, options: Options) -> Generation:

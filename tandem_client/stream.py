@@ -104,7 +104,12 @@ class Stream(Received):
         return None
 
     def _begin(self) -> Any:
-        call = self._open(*self._generation.attempt())
+        try:
+            call = self._open(*self._generation.attempt())
+        except (RuntimeError, ValueError):  # of a client that another thread has closed, its lines first
+            if self._line.closed.is_set():
+                raise self._generation.cancelled() from None
+            raise
         self._line.put(call)
         return call
 

@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from itertools import pairwise
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,6 +15,8 @@ _T = TypeVar("_T")
 
 _MAX_TOKENS = 10_000_000
 """Of one request: what is above it is no length."""
+_AZURE_TICKS = 10_000_000
+"""To a second: its times have seven digits behind the point, more than a float holds beside a date."""
 
 
 class TraceFileError(Exception):
@@ -45,45 +46,46 @@ class Trace:
 
 def read_azure(path: Path) -> Trace:
     """Azure LLM inference traces of 2023: TIMESTAMP with seven digits of a second, ContextTokens, GeneratedTokens. Raises TraceFileError."""
-    rows = []
+    rows, times = [], _Times(path, "TIMESTAMP")
     for line, record in _csv(path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")):
-        at_s = _told(path, line, "TIMESTAMP", record["TIMESTAMP"], _azure_seconds)
+        at_s = times.from_first(line, _told(path, line, "TIMESTAMP", record["TIMESTAMP"], _azure_ticks)) / _AZURE_TICKS
         rows.append(Row(_tokens(path, line, record, "ContextTokens"), _tokens(path, line, record, "GeneratedTokens"), at_s))
-    return Trace(_from_zero(path, rows))
+    return Trace(_some(path, rows))
 
 
 def read_arxiv(path: Path) -> Trace:
     """Lengths of arXiv summarisation: num_prefill_tokens, num_decode_tokens; no times. Raises TraceFileError."""
     lines = _csv(path, ("num_prefill_tokens", "num_decode_tokens"))
     rows = [Row(_tokens(path, line, record, "num_prefill_tokens"), _tokens(path, line, record, "num_decode_tokens")) for line, record in lines]
-    return Trace(_from_zero(path, rows))
+    return Trace(_some(path, rows))
 
 
 def read_burstgpt(path: Path) -> Trace:
     """BurstGPT, by the names of its columns, of which later releases have more. Rows of 0 tokens are requests that failed. Raises TraceFileError."""
-    rows, num_left_out = [], 0
+    rows, times, num_left_out = [], _Times(path, "Timestamp"), 0
     for line, record in _csv(path, ("Timestamp", "Request tokens", "Response tokens")):
         lengths = [_told(path, line, name, record[name], _whole) for name in ("Request tokens", "Response tokens")]
         if 0 in lengths:
             num_left_out += 1
             continue
-        rows.append(Row(lengths[0], lengths[1], _told(path, line, "Timestamp", record["Timestamp"], _seconds)))
-    return Trace(_from_zero(path, rows), num_left_out)
+        at_s = times.from_first(line, _told(path, line, "Timestamp", record["Timestamp"], _number))
+        rows.append(Row(lengths[0], lengths[1], at_s))
+    return Trace(_some(path, rows), num_left_out)
 
 
 def read_mooncake(path: Path) -> Trace:
     """Mooncake, a JSON object a line: timestamp in milliseconds, input_length, output_length, hash_ids. Raises TraceFileError."""
-    rows = []
+    rows, times = [], _Times(path, "timestamp")
     for line, record in _json_lines(path, ("timestamp", "input_length", "output_length", "hash_ids")):
         prompt, output = _tokens(path, line, record, "input_length"), _tokens(path, line, record, "output_length")
-        at_s = _told(path, line, "timestamp", record["timestamp"], _seconds) / 1e3
+        at_s = times.from_first(line, _told(path, line, "timestamp", record["timestamp"], _number)) / 1000
         ids = record["hash_ids"]
         if not isinstance(ids, list) or not all(type(each) is int and each >= 0 for each in ids):
             raise TraceFileError(f"{path}:{line}: hash_ids must be a list of whole numbers")
         if len(ids) != math.ceil(prompt / MOONCAKE_BLOCK):
             raise TraceFileError(f"{path}:{line}: hash_ids has {len(ids)} ids for {prompt} tokens of input_length, in blocks of {MOONCAKE_BLOCK}")
         rows.append(Row(prompt, output, at_s, tuple(ids)))
-    return Trace(_from_zero(path, rows))
+    return Trace(_some(path, rows))
 
 
 MOONCAKE_BLOCK = 512
@@ -144,33 +146,44 @@ def _whole(value: object) -> int:
     return found
 
 
-def _seconds(value: object) -> float:
+def _number(value: object) -> float:
     found = float(value) if isinstance(value, (str, int, float)) and not isinstance(value, bool) else math.nan
     if not math.isfinite(found):
         raise ValueError(f"{value!r} is no time")
     return found
 
 
-def _azure_seconds(value: object) -> float:
+def _azure_ticks(value: object) -> int:
     whole, _, fraction = str(value).strip().partition(".")
-    if fraction and not fraction.isdecimal():
+    if (fraction and not fraction.isdecimal()) or len(fraction) > 7:
         raise ValueError(f"{value!r} is no time such as 2023-11-16 18:17:03.9799600")
     try:
         at = datetime.strptime(f"{whole} +0000", "%Y-%m-%d %H:%M:%S %z")
     except ValueError:
         raise ValueError(f"{value!r} is no time such as 2023-11-16 18:17:03.9799600") from None
-    return at.timestamp() + (float(f"0.{fraction}") if fraction else 0.0)
+    return int(at.timestamp()) * _AZURE_TICKS + int(fraction.ljust(7, "0"))
 
 
-def _from_zero(path: Path, rows: list[Row]) -> tuple[Row, ...]:
-    """Times from the first row on; they may stand still but not go back."""
+class _Times:
+    """A column of times, in whatever unit: they may stand still but not go back."""
+
+    def __init__(self, path: Path, column: str) -> None:
+        self._path = path
+        self._column = column
+        self._first: float | None = None
+        self._last = 0.0
+
+    def from_first(self, line: int, at: float) -> float:
+        """What has passed since the first one; exactly, where the column is of whole numbers."""
+        if self._first is None:
+            self._first = self._last = at
+        if at < self._last:
+            raise TraceFileError(f"{self._path}:{line}: {self._column}: is earlier than in the row before it")
+        self._last = at
+        return at - self._first
+
+
+def _some(path: Path, rows: list[Row]) -> tuple[Row, ...]:
     if not rows:
         raise TraceFileError(f"{path}: has no requests")
-    first = rows[0].at_s
-    if first is None:
-        return tuple(rows)
-    moved = tuple(Row(row.prompt_tokens, row.output_tokens, (row.at_s or 0.0) - first, row.hash_ids) for row in rows)
-    for index, (one, other) in enumerate(pairwise(moved)):
-        if (other.at_s or 0.0) < (one.at_s or 0.0):
-            raise TraceFileError(f"{path}: request {index + 2} is earlier than the one before it")
-    return moved
+    return tuple(rows)

@@ -147,6 +147,8 @@ def workload_of(name: str, *, input_len: str = "", output_len: str = "", literal
 def _traced(name: str, form: str, trace: Trace, literal: bool) -> TraceWorkload:
     if literal and form != "mooncake":
         raise WorkloadError(f"the times of {name} are literal as they are")
+    if trace.num_left_out:
+        name = f"{name} (without {trace.num_left_out} that had failed)"
     if form != "mooncake":
         return TraceWorkload(name, trace)
     return TraceWorkload(f"{name} (literal buckets)" if literal else name, trace, MOONCAKE_BLOCK, 0.0 if literal else _MOONCAKE_BUCKET_S)

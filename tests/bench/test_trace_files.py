@@ -27,14 +27,15 @@ def _write(folder: Path, text: str) -> Path:
 
 
 def test_azure_has_times_to_a_ten_millionth_of_a_second_and_across_midnight(tmp_path: Path) -> None:
-    first, second = READERS["azure"](_write(tmp_path, AZURE)).rows
-    assert first == Row(374, 44, 0.0)
-    assert (second.prompt_tokens, second.output_tokens) == (396, 109)
-    assert second.at_s == pytest.approx(0.052, abs=1e-6)
+    assert READERS["azure"](_write(tmp_path, AZURE)).rows == (Row(374, 44, 0.0), Row(396, 109, 0.052))
+    fine = AZURE.replace("9799600", "9799601")
+    assert READERS["azure"](_write(tmp_path, fine)).rows[1].at_s == 0.0519999
+    whole = AZURE.replace("59.9799600", "58").replace("00.0319600", "00.5")
+    assert READERS["azure"](_write(tmp_path, whole)).rows[1].at_s == 2.5
 
 
 def test_mooncake_has_milliseconds_and_blocks(tmp_path: Path) -> None:
-    assert READERS["mooncake"](_write(tmp_path, MOONCAKE)).rows == (Row(600, 5, 0.0, (0, 7)), Row(512, 6, 6.001 - 3.0, (0,)))
+    assert READERS["mooncake"](_write(tmp_path, MOONCAKE)).rows == (Row(600, 5, 0.0, (0, 7)), Row(512, 6, 3.001, (0,)))
 
 
 def test_arxiv_has_no_times(tmp_path: Path) -> None:
@@ -54,7 +55,10 @@ BAD = {
     "another trace": ("azure", ARXIV, ":1: has no column TIMESTAMP, ContextTokens, GeneratedTokens"),
     "no time": ("azure", AZURE.replace("23:59:59", "25:59:59"), ":2: TIMESTAMP: '2023-11-16 25:59:59.9799600' is no time"),
     "no fraction": ("azure", AZURE.replace("59.9799600", "59.97x"), ":2: TIMESTAMP: "),
-    "going back": ("azure", AZURE.replace("2023-11-17", "2023-11-15"), "request 2 is earlier"),
+    "going back": ("azure", AZURE.replace("2023-11-17", "2023-11-15"), ":3: TIMESTAMP: is earlier than in the row before it"),
+    "going back behind a failed request": ("burstgpt", BURSTGPT.replace("60.5,", "4,"), ":4: Timestamp: is earlier"),
+    "too fine": ("azure", AZURE.replace("9799600", "97996001"), ":2: TIMESTAMP: "),
+    "a number without an end": ("burstgpt", BURSTGPT.replace("60.5,", "1e999,"), ":4: Timestamp: '1e999' is no time"),
     "no number": ("azure", AZURE.replace("109", "1e2"), ":3: GeneratedTokens: "),
     "no tokens": ("azure", AZURE.replace("396", "0"), ":3: ContextTokens: must be above 0"),
     "too many tokens": ("azure", AZURE.replace("396", "396000000000"), ":3: ContextTokens: '396000000000' is no number of tokens"),

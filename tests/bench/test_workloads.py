@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from itertools import combinations, islice, takewhile
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -82,12 +83,57 @@ def test_a_trace_is_replayed_at_its_own_times_from_its_first_row() -> None:
     assert isinstance(workload, TraceWorkload)
     plan = plan_of(workload, TraceTimes(2.0), Extent(100, num_warm_up=10), FIT, 5)
     kept = [row for row in workload.trace.rows[:110] if row.prompt_tokens + row.output_tokens <= 8192]
-    assert [request.due_s for request in plan.requests] == pytest.approx([(row.at_s or 0.0) / 2 for row in kept])
+    assert [request.due_s for request in plan.requests] == [(row.at_s or 0.0) / 2 for row in kept]
     assert [len(request.prompt_token_ids) for request in plan.requests] == [row.prompt_tokens for row in kept]
 
 
 def test_a_replay_ends_with_its_trace() -> None:
     assert len(plan_of(workload_of("azure-code"), TraceTimes(), Extent(5000), Fit(FIT.vocabulary)).requests) == 1000
+
+
+_GAPPED = TraceWorkload("t", Trace(tuple(Row(500 if place in (1, 5) else 10 + place, 1, float(place)) for place in range(6))))
+"""Of its rows, 1 and 5 are too long."""
+_SHORT = Fit(FIT.vocabulary, 1.0, 100)
+
+
+def _sent(plan: Plan) -> list[tuple[float | None, int]]:
+    return [(request.due_s, len(request.prompt_token_ids)) for request in plan.requests]
+
+
+def test_a_replay_whose_last_row_is_left_out_begins_no_second_lap() -> None:
+    plan = plan_of(_GAPPED, TraceTimes(), Extent(6), _SHORT)
+    assert _sent(plan) == [(0.0, 10), (2.0, 12), (3.0, 13), (4.0, 14)]
+    assert plan.workload == "t (2 rows longer than 100 tokens left out)"
+
+
+def test_a_replay_sends_as_many_as_were_asked_for_beside_those_left_out() -> None:
+    plan = plan_of(_GAPPED, TraceTimes(2.0), Extent(2, num_warm_up=1), _SHORT)
+    assert _sent(plan) == [(0.0, 10), (1.0, 12), (1.5, 13)]
+    assert plan.workload == "t (1 row longer than 100 tokens left out)"
+
+
+def test_rows_behind_the_end_of_a_replay_are_not_told_as_left_out() -> None:
+    assert plan_of(_GAPPED, TraceTimes(), Extent(duration_s=1.0), _SHORT).workload == "t"
+    plan = plan_of(_GAPPED, TraceTimes(), Extent(duration_s=2.0, num_warm_up=1), _SHORT)
+    assert _sent(plan) == [(0.0, 10), (2.0, 12), (3.0, 13)]
+
+
+def test_a_scale_that_blocks_cannot_keep_is_told() -> None:
+    mooncake = workload_of("mooncake")
+    exact, rounded = (plan_of(mooncake, Closed(1), Extent(5), Fit(FIT.vocabulary, scale)) for scale in (1 / 16, 0.001))
+    assert exact.workload == "mooncake"
+    assert rounded.workload == "mooncake (prompts x0.001953, in whole blocks of 1)"
+
+
+def test_failed_requests_of_a_trace_are_told(tmp_path: Path) -> None:
+    path = tmp_path / "slice.csv"
+    path.write_text("Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n5,A,10,18,28,API log\n6,A,0,0,0,API log\n")
+    assert plan_of(workload_of(f"burstgpt:{path}"), TraceTimes(), Extent(1), FIT).workload == "burstgpt:slice.csv (without 1 that had failed)"
+
+
+def test_prompts_that_no_memory_holds_are_refused_before_one_is_drawn() -> None:
+    with pytest.raises(WorkloadError, match="a plan at most 500000000: give a smaller scale"):
+        plan_of(workload_of("fixed", input_len="5000"), Closed(1), Extent(200_000), FIT)
 
 
 def test_mooncake_prompts_begin_alike_exactly_as_their_blocks_do() -> None:

@@ -281,8 +281,13 @@ async def _read(call: DecodeCall) -> decode_pb2.DecodeServiceGenerateResponse | 
     try:
         message = await call.read()
     except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
+        if _cancelling():
             raise
         raise grpc.aio.AioRpcError(grpc.StatusCode.CANCELLED, grpc.aio.Metadata(), grpc.aio.Metadata()) from None
     return None if message is grpc.aio.EOF else cast(decode_pb2.DecodeServiceGenerateResponse, message)
+
+
+def _cancelling() -> bool:
+    # A frame of its own: one that the cancel goes through, and that knows the task, is a cycle which keeps the request until a full collection.
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import Route, Router
 from starlette.types import Receive, Scope, Send
 
-from gateway.http.errors import CLIENT_CLOSED, HttpError
+from gateway.http.errors import CLIENT_CLOSED, HttpError, let_go
 from gateway.http.exchange import Exchange, open_exchange
 from rpc.errors import StatusError
 from telemetry import spans
@@ -73,16 +73,21 @@ class HttpApp:
         try:
             await self._router(exchange.scope, exchange.receive, exchange.send)
             return
-        except HttpError as error:
-            failure = error
-        except StatusError as error:
-            failure = HttpError.of(error)
-        except HTTPException as error:
-            failure = _not_served(exchange, error)
-        except Exception:
-            _LOG.exception("%s %s failed", exchange.scope["method"], exchange.scope["path"][:_MAX_SHOWN_CHARS])
-            failure = HttpError(500, "internal error")
+        except Exception as error:
+            failure = _failure_of(exchange, error)
+            let_go(error)
         await exchange.fail(failure)
+
+
+def _failure_of(exchange: Exchange, error: Exception) -> HttpError:
+    if isinstance(error, HttpError):
+        return error
+    if isinstance(error, StatusError):
+        return HttpError.of(error)
+    if isinstance(error, HTTPException):
+        return _not_served(exchange, error)
+    _LOG.error("%s %s failed", exchange.scope["method"], exchange.scope["path"][:_MAX_SHOWN_CHARS], exc_info=error)
+    return HttpError(500, "internal error")
 
 
 def _not_served(exchange: Exchange, error: HTTPException) -> HttpError:

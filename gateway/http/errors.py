@@ -68,6 +68,15 @@ class HttpError(Exception):
         return found
 
 
+def let_go(error: BaseException | None) -> None:
+    """For an error that was told: its frames keep the request, and through their variables and tasks the error, a cycle of up to a whole body that would stay
+    until a full collection."""
+    while error is not None:
+        below = error.__context__
+        error.__traceback__ = error.__context__ = error.__cause__ = None
+        error = below
+
+
 def type_name(code: int) -> str:
     """vLLM's name; where it has none, HTTP's phrase, as it does."""
     if code == CLIENT_CLOSED:

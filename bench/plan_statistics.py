@@ -43,8 +43,12 @@ class PlanStatistics:
     """Share of prompt tokens that an endless prefix cache would have, in blocks of 16 tokens."""
 
     def to_json(self) -> dict[str, object]:
-        """Plain values."""
-        return asdict(self)
+        """Plain values of four digits, without those that there are none of."""
+        return {
+            name: {part: _rounded(each) for part, each in value.items()} if isinstance(value, dict) else _rounded(value)
+            for name, value in asdict(self).items()
+            if value is not None
+        }
 
 
 def statistics_of(plan: Plan) -> PlanStatistics:
@@ -90,6 +94,10 @@ def shared_token_ratio(requests: Sequence[PlannedRequest]) -> float:
             parent = hash(key)
         num_tokens += len(ids)
     return num_shared / num_tokens
+
+
+def _rounded(value: float) -> float:
+    return value if isinstance(value, int) else float(f"{value:.4g}")
 
 
 def _lengths(values: Sequence[int]) -> Lengths:

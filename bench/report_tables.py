@@ -23,6 +23,15 @@ _PLAN_NAMES = {
     "seed": "seed",
     "num_requests": "requests",
     "num_warm_up": "warm-up, in no figure",
+    "num_prompt_tokens": "prompt tokens together",
+    "num_output_tokens": "output tokens together",
+    "prompt_tokens": "prompt tokens each",
+    "output_tokens": "output tokens each",
+    "rate_per_s": "requests due in a second",
+    "gap_cv": "gaps, deviation by mean (Poisson: 1)",
+    "dispersion_1s": "requests in 1 s, variance by mean (Poisson: 1)",
+    "dispersion_10s": "requests in 10 s, variance by mean (Poisson: 1)",
+    "shared_token_ratio": "of prompt tokens seen before",
 }
 _LOOPS = {"open": "open: each request at its own time, whatever became of those before it", "closed": "closed: the next one is sent when one has ended"}
 _FEW_LOST = 0.99
@@ -84,6 +93,8 @@ def asked(shown: Sequence[Shown]) -> str:
 def _plan_part(key: str, value: Any) -> str:
     if key == "loop":
         return _LOOPS.get(str(value), f"{value or 'not stated'}")
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {quantity.number(each, 4)}" for name, each in value.items())
     return "" if value is None else f"{value:,}".replace(",", "\u202f") if isinstance(value, int) and key != "seed" else str(value)
 
 

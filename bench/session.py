@@ -12,6 +12,7 @@ from rich.console import Console
 
 from bench.live import LiveView
 from bench.plan import Plan
+from bench.plan_statistics import statistics_of
 from bench.progress import Progress
 from bench.run import Run
 from bench.runner import RunLimits, Runner
@@ -100,6 +101,8 @@ def plan_facts(plan: Plan) -> dict[str, Any]:
         "num_prompt_tokens": sum(len(request.prompt_token_ids) for request in counted),
         "num_output_tokens": sum(request.max_tokens for request in counted),
     }
+    if counted:
+        facts |= statistics_of(plan).to_json()
     return facts if plan.concurrency is None else facts | {"concurrency": plan.concurrency}
 
 

@@ -55,10 +55,12 @@ async def test_a_run_writes_its_files_and_ends_in_one_line(tmp_path: Path) -> No
     assert "open loop, fixed 5 in 4 out, poisson 50/s, lengths x1, seed 7: 20 requests and 3 of warm-up" in lines[0]
     assert len(run.records) == 23 and all(record.outcome is Outcome.OK for record in run.records)
     assert (run.plan["loop"], run.plan["num_requests"], run.plan["num_warm_up"], run.plan["num_prompt_tokens"]) == ("open", 20, 3, 100)
+    assert run.plan["prompt_tokens"]["p99"] == 5 and run.plan["rate_per_s"] > 10 and run.plan["shared_token_ratio"] == 0
     assert run.environment["server"]["version"] == "9.9" and run.environment["notes"] == ["quiet machine"] and run.environment["cores"] == {"decode": "0"}
     assert run.environment["command"].startswith("python -m bench run --target ") and run.cold_start["ttft_s"] > 0
     page = (tmp_path / "first.html").read_text()
-    assert "first" in page and all(max(request.token_ids.ids) < 1000 for request in gateway.requests)
+    assert "first" in page and "prompt tokens each" in page and "mean 5.000, p50 5.000" in page
+    assert all(max(request.token_ids.ids) < 1000 for request in gateway.requests)
 
 
 async def test_a_closed_loop_over_http_and_a_page_of_both(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -56,6 +57,17 @@ def test_samples_are_the_rows_that_their_notes_name(name: str) -> None:
     assert len(rows) == num_rows
     assert np.mean([row.prompt_tokens for row in rows]) == pytest.approx(mean_prompt, rel=1e-3)
     assert np.mean([row.output_tokens for row in rows]) == pytest.approx(mean_output, rel=1e-3)
+
+
+def test_samples_are_the_files_that_their_notes_tell_of() -> None:
+    folder = Path(__file__).parents[2] / "bench" / "samples"
+    told = re.findall(r"^\| `(\S+)` \| ([\d,]+) of .* \| `([0-9a-f]{16})` \|$", (folder / "README.md").read_text(), re.MULTILINE)
+    found = []
+    for path in sorted(each for each in folder.iterdir() if each.name != "README.md"):
+        text = path.read_bytes()
+        num_rows = text.count(b"\n") - (path.suffix == ".csv")
+        found.append((path.name, f"{num_rows:,}", hashlib.sha256(text).hexdigest()[:16]))
+    assert sorted(told) == found
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -159,7 +171,10 @@ def test_mooncake_times_are_spread_within_their_buckets_unless_taken_literally()
     rows = list(islice(spread.rows(_random(), from_start=True), 500))
     times = [row.at_s or 0.0 for row in rows]
     assert times == sorted(times)
-    at = lambda row: (row.prompt_tokens, row.output_tokens, row.hash_ids)  # noqa: E731
+
+    def at(row: Row) -> tuple[object, ...]:
+        return row.prompt_tokens, row.output_tokens, row.hash_ids
+
     for row, bucket in zip(sorted(rows, key=at), sorted(spread.trace.rows, key=at), strict=True):
         assert (bucket.at_s or 0.0) <= (row.at_s or 0.0) < (bucket.at_s or 0.0) + 3.0
     assert len(set(times)) == 500
@@ -261,3 +276,31 @@ def test_bursts_of_a_trace_show_in_its_statistics() -> None:
     statistics = statistics_of(plan_of(workload_of("azure-code"), TraceTimes(), Extent(1000), Fit(FIT.vocabulary)))
     assert (statistics.gap_cv or 0.0) > 5.0
     assert (statistics.dispersion_10s or 0.0) > 20.0
+
+
+def test_statistics_are_told_in_four_digits_and_without_those_that_there_are_none_of() -> None:
+    fixed = workload_of("fixed", input_len="96", output_len="7")
+    told = statistics_of(plan_of(fixed, Closed(3), Extent(3), FIT)).to_json()
+    assert told == {
+        "num_requests": 3,
+        "prompt_tokens": dict.fromkeys(("mean", "p50", "p90", "p99", "max"), 96.0),
+        "output_tokens": dict.fromkeys(("mean", "p50", "p90", "p99", "max"), 7.0),
+        "shared_token_ratio": 0.0,
+    }
+    constant = statistics_of(plan_of(fixed, at_rate(4.0, float("inf")), Extent(90), FIT)).to_json()
+    assert {name: constant[name] for name in ("rate_per_s", "gap_cv", "dispersion_10s")} == {"rate_per_s": 4.0, "gap_cv": 0.0, "dispersion_10s": 0.0}
+
+
+def test_an_endless_cache_has_of_mooncake_what_its_blocks_say() -> None:
+    workload = workload_of("mooncake", literal=True)
+    assert isinstance(workload, TraceWorkload)
+    seen: set[int] = set()
+    num_shared = num_tokens = 0
+    for row in workload.trace.rows:
+        num_blocks = sum(1 for _ in takewhile(seen.__contains__, row.hash_ids))
+        num_shared += min(num_blocks * 512, row.prompt_tokens)
+        num_tokens += row.prompt_tokens
+        seen.update(row.hash_ids)
+    plan = plan_of(workload, TraceTimes(), Extent(500), Fit(FIT.vocabulary, 1 / 32))
+    assert statistics_of(plan).shared_token_ratio == pytest.approx(num_shared / num_tokens, abs=0.005)
+    assert num_shared / num_tokens > 0.1

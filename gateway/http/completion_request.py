@@ -13,6 +13,7 @@ from gateway.http.json_body import Body, read_body, shown, sound_text, token_ids
 from gateway.http.sampling_fields import read_sampling
 from gateway.limits import RequestLimits
 from gateway.served_model import ServedModel
+from rpc.errors import invalid_argument
 from tandem.v1 import gateway_pb2
 
 _DEFAULT_MAX_TOKENS = 16
@@ -23,7 +24,7 @@ def completion_request(raw: bytes, model: ServedModel, limits: RequestLimits, *,
     """Checks the shape; ranges and lengths are the core's to check. Raises StatusError that names the field."""
     body = read_body(raw)
     common = read_common(body, request_id)
-    prompts = _prompts(body)
+    prompts = _prompts(body, model.max_model_len)
     params = read_sampling(body)
     if (best_of := body.integer("best_of")) is not None and best_of != (params.n or 1):
         raise body.wrong("best_of", f"must be n ({params.n or 1}) or left out, is {best_of}")
@@ -65,7 +66,7 @@ def completion_request(raw: bytes, model: ServedModel, limits: RequestLimits, *,
     return Asked(requests, common.stream, answer)
 
 
-def _prompts(body: Body) -> list[dict[str, Any]]:
+def _prompts(body: Body, max_tokens: int) -> list[dict[str, Any]]:
     """Each as the field of GenerateRequest that it is."""
     value = body.take("prompt")
     if value is None:
@@ -77,13 +78,15 @@ def _prompts(body: Body) -> list[dict[str, Any]]:
     if not value:
         raise body.wrong("prompt", "must not be empty")
     if type(value[0]) is int:
-        return [{"token_ids": {"ids": token_ids(value, "prompt")}}]
+        return [_prompt(value, "prompt", max_tokens)]
     if len(value) > MAX_PROMPTS:
         raise body.wrong("prompt", f"must be at most {MAX_PROMPTS} prompts, is {len(value)}")
-    return [_prompt(each, f"prompt[{index}]") for index, each in enumerate(value)]
+    return [_prompt(each, f"prompt[{index}]", max_tokens) for index, each in enumerate(value)]
 
 
-def _prompt(value: object, field: str) -> dict[str, Any]:
+def _prompt(value: object, field: str, max_tokens: int) -> dict[str, Any]:
     if isinstance(value, list):
-        return {"token_ids": {"ids": token_ids(value, field)}}
+        if len(value) > max_tokens:  # the core's to say, but by then each would have been looked at and copied
+            raise invalid_argument(field, f"is {len(value)} tokens, above the context of {max_tokens}")
+        return {"token_ids": {"ids": token_ids(value, field, max_tokens)}}
     return {"text": sound_text(value, field)}

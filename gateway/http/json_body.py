@@ -9,17 +9,21 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+from gateway.http.json_parts import check_parts
 from rpc.errors import StatusError, invalid_argument
 
 _MAX_SHOWN_CHARS = 64
+MAX_IDS = 1 << 20
+"""Of a list: more than any vocabulary has."""
 UINT32, UINT64 = (1 << 32) - 1, (1 << 64) - 1
 
 
 def read_body(raw: bytes) -> Body:
-    """Raises StatusError for what is no JSON object, says a name twice, or has NaN or Infinity in it."""
+    """Raises StatusError for what is no JSON object, says a name twice, has NaN or Infinity in it, or more parts than any request."""
+    check_parts(raw)
     try:
         # Nesting is bounded by the interpreter: the scanner raises RecursionError.
-        found = json.loads(raw.decode("utf-8"), object_pairs_hook=_object, parse_constant=_no_constant)
+        found = json.loads(raw.decode("utf-8"), object_pairs_hook=_object, parse_int=_integer, parse_float=_fraction, parse_constant=_no_constant)
     except UnicodeDecodeError as error:
         raise invalid_argument("body", f"is not UTF-8: {error.reason} at byte {error.start}") from None
     except (ValueError, RecursionError) as error:
@@ -35,6 +39,15 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"an object says {shown(twice)} twice")
     return found
+
+
+def _integer(digits: str) -> int:
+    # Python, not the type itself: between two numbers other threads may run, and a body may be millions of them.
+    return int(digits)
+
+
+def _fraction(digits: str) -> float:
+    return float(digits)
 
 
 def _no_constant(name: str) -> float:
@@ -183,8 +196,10 @@ def sound_text(value: object, field: str) -> str:
     return value
 
 
-def token_ids(values: list[Any], field: str) -> list[int]:
-    """Whole numbers that may be token ids."""
+def token_ids(values: list[Any], field: str, most: int = MAX_IDS) -> list[int]:
+    """Whole numbers that may be token ids. How many a field may have is the core's to say, unless a message of so many would be a stall in itself."""
+    if len(values) > most:
+        raise invalid_argument(field, f"must be at most {most} token ids, is {len(values)}")
     if all(type(each) is int and 0 <= each <= UINT32 for each in values):  # one look at each: there may be as many as the context is long
         return values
     return [whole(each, f"{field}[{index}]") for index, each in enumerate(values)]

@@ -29,7 +29,8 @@ def _no_collections() -> Iterator[None]:
 
 def _keeps_a_body(each: object) -> bool:
     """It is one or was made of one, or it is an error that has such in its frames."""
-    return isinstance(each, (HeldBody, Asked)) or (isinstance(each, (HttpError, StatusError)) and each.__traceback__ is not None)
+    kind = type(each)  # isinstance would have lazy modules speak
+    return kind in (HeldBody, Asked) or (kind in (HttpError, StatusError) and getattr(each, "__traceback__", None) is not None)
 
 
 async def _fails(_: FakeDecode, __: Request, ___: Any) -> None:

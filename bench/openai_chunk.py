@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from bench.record import Outcome
+from bench.record import Outcome, one_line
 from bench.sse import SseError
 from bench.target import Exchange
 
@@ -20,8 +20,9 @@ def take_chunk(data: bytes, at_s: float, exchange: Exchange) -> bool:
     """
     try:
         chunk = json.loads(data)
-        if "error" in chunk and chunk["error"] is not None:
-            _take_error(chunk["error"], exchange)
+        error = chunk if chunk.get("object") == "error" else chunk.get("error")  # vLLM once had the error's fields side by side with its kind
+        if error is not None:
+            _take_error(error, exchange)
             return True
         choices, usage = chunk.get("choices") or (), chunk.get("usage")
         completion_tokens = None if usage is None else int(usage["completion_tokens"])
@@ -29,10 +30,10 @@ def take_chunk(data: bytes, at_s: float, exchange: Exchange) -> bool:
             _take_choice(choices[0], at_s, exchange, completion_tokens)
         if usage is not None:
             exchange.num_output_tokens = completion_tokens
-            exchange.num_prompt_tokens = usage.get("prompt_tokens")
-            exchange.num_cached_tokens = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-        raise SseError(f"no chunk of a completion ({type(error).__name__}: {error}): {data[:200].decode(errors='replace')}") from None
+            exchange.num_prompt_tokens = None if usage.get("prompt_tokens") is None else int(usage["prompt_tokens"])
+            exchange.num_cached_tokens = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError) as problem:
+        raise SseError(f"no chunk of a completion ({type(problem).__name__}: {problem}): {data[:200].decode(errors='replace')}") from None
     return False
 
 
@@ -44,8 +45,8 @@ def _take_choice(choice: dict[str, Any], at_s: float, exchange: Exchange, comple
     if text:
         exchange.has_text = True
     if not exchange.arrived and (text or completion_tokens):
-        # Decided by the first chunk with tokens: some servers put the usage of the whole on the last chunk with a choice.
-        exchange.counted_by = "messages" if completion_tokens is None else "usage"
+        # Decided by the first chunk with tokens: some servers put the usage of the whole on the last chunk with a choice, and zeros on those before it.
+        exchange.counted_by = "usage" if completion_tokens is not None and completion_tokens > 0 else "messages"
     if exchange.counted_by == "messages":
         num_tokens = 1 if text else 0
     else:
@@ -67,5 +68,5 @@ def error_text(error: Any) -> str:
     """The error object of a body or an event in one line."""
     if isinstance(error, dict):
         parts = [str(error[name]) for name in ("code", "type", "message") if error.get(name) not in (None, "")]
-        return " ".join(" ".join(parts).split()) or "no reason given"
-    return " ".join(str(error).split())
+        return one_line(" ".join(parts)) or "no reason given"
+    return one_line(str(error))

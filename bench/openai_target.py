@@ -14,7 +14,7 @@ import aiohttp
 from bench.metrics_page import sample_of
 from bench.openai_chunk import REFUSED_STATUSES, error_text, take_chunk
 from bench.plan import PlannedRequest
-from bench.record import Outcome
+from bench.record import Outcome, one_line
 from bench.run import Sample
 from bench.sse import SseError, SseParser
 from bench.target import Clock, Exchange, TargetError
@@ -128,7 +128,7 @@ class OpenAITarget:
                     await _take_status(response, exchange)
         except (aiohttp.ClientError, OSError, SseError) as error:
             if exchange.ended_s is None:
-                exchange.outcome, exchange.error = Outcome.FAILED, " ".join(f"{type(error).__name__}: {error}".split())
+                exchange.outcome, exchange.error = Outcome.FAILED, one_line(f"{type(error).__name__}: {error}")
         if exchange.ended_s is None:
             exchange.ended_s = clock()
         if self._options.endpoint is Endpoint.COMPLETIONS and self._options.detokenize is None:
@@ -156,7 +156,7 @@ class OpenAITarget:
                 found["version"] = str(answer.get("version", "unknown")) if isinstance(answer, dict) and response.status == 200 else "unknown"
         except (aiohttp.ClientError, OSError, TimeoutError):
             found["version"] = "unknown"
-        return found
+        return {name: one_line(value) for name, value in found.items()}
 
     async def close(self) -> None:
         if self._session is not None:
@@ -189,7 +189,7 @@ async def _take_status(response: aiohttp.ClientResponse, exchange: Exchange) -> 
         answer = json.loads(raw)
         text = error_text(answer.get("error", answer) if isinstance(answer, dict) else answer)
     except ValueError:
-        text = " ".join(raw.decode(errors="replace").split()) or response.reason or ""
+        text = one_line(raw.decode(errors="replace")) or one_line(response.reason or "")
     exchange.error = f"HTTP {response.status}: {text}"
 
 

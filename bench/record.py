@@ -7,6 +7,15 @@ from dataclasses import asdict, dataclass
 from enum import StrEnum
 from typing import Any, Self
 
+_MAX_WORDS_CHARS = 300
+
+
+def one_line(text: str) -> str:
+    """What a server says, as it may stand in a file, on a page and on a terminal: no line breaks, nothing that steers one, and no book."""
+    words = " ".join(text[: 4 * _MAX_WORDS_CHARS].split())
+    shown = "".join(char if char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in words)
+    return shown if len(shown) <= _MAX_WORDS_CHARS and len(text) <= 4 * _MAX_WORDS_CHARS else f"{shown[: _MAX_WORDS_CHARS - 3]}..."
+
 
 class Outcome(StrEnum):
     """How a request ended. Everything but OK is a miss in goodput and attainment, and none of them is left out of a percentile in silence."""

@@ -15,7 +15,7 @@ from bench.answer_check import what_is_wrong
 from bench.generator_health import CpuMeter, generator_of, lag_limit_s, quiet_heap, void_reasons
 from bench.plan import Loop, Plan, PlannedRequest
 from bench.progress import Progress
-from bench.record import Outcome, Record
+from bench.record import Outcome, Record, one_line
 from bench.run import Generator, Sample
 from bench.target import Clock, Exchange, Target, TargetError
 
@@ -279,14 +279,14 @@ def record_of(request: PlannedRequest, exchange: Exchange, now_s: float) -> Reco
         ended_s=ended_s,
         arrived=tuple(exchange.arrived),
         outcome=outcome,
-        error=error,
+        error=one_line(error),
         num_prompt_tokens=len(request.prompt_token_ids) if exchange.num_prompt_tokens is None else exchange.num_prompt_tokens,
         max_tokens=request.max_tokens,
         num_output_tokens=exchange.num_arrived_tokens if exchange.num_output_tokens is None else exchange.num_output_tokens,
         num_cached_tokens=exchange.num_cached_tokens,
-        finish_reason=exchange.finish_reason,
+        finish_reason=one_line(exchange.finish_reason),
         counted_by=exchange.counted_by,
-        path=exchange.path,
+        path=one_line(exchange.path),
     )
 
 

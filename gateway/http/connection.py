@@ -91,6 +91,10 @@ class HttpConnection(H11Protocol):
         self.transport.close()
         self._watch_flush()
 
+    def _should_upgrade(self) -> bool:
+        """No protocol is changed to; uvicorn would advise to install one, in two warnings for each request that offers it."""
+        return False
+
     def _disconnect_cycle(self) -> None:
         """What the transport will say in a moment, for a request that goes on until then."""
         if self._is_answering():

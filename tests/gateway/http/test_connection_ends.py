@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import socket
 
+import pytest
+
 from gateway.http.connection import ConnectionLimits
 from gateway.served_model import ServedModel
 from tests.gateway.fake_decode import hangs, tokens
@@ -68,7 +70,7 @@ async def test_each_answer_has_its_own_time_to_be_taken(model: ServedModel) -> N
         await leave(writer)
 
 
-async def test_an_upgrade_that_is_not_granted_changes_nothing(model: ServedModel) -> None:
+async def test_an_upgrade_that_is_not_granted_changes_nothing(model: ServedModel, caplog: pytest.LogCaptureFixture) -> None:
     async with house(model, tokens([5])) as h, open_door(h) as door:
         reader, writer = await connect(door)
         asked = request_bytes().replace(
@@ -79,3 +81,4 @@ async def test_an_upgrade_that_is_not_granted_changes_nothing(model: ServedModel
             async with asyncio.timeout(WAIT_S / 2):
                 assert b"text_completion" in await _answer(reader)
         await leave(writer)
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]

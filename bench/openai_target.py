@@ -75,7 +75,8 @@ class OpenAITarget:
         """Raises TargetError when nothing answers, or when it is not known which model to ask for."""
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_S, ttl_dns_cache=None)
         headers = {"Accept-Encoding": "identity", "Content-Type": "application/json", **self._options.headers}
-        self._session = aiohttp.ClientSession(connector=connector, headers=headers, timeout=_UNBOUNDED)
+        # No cookies: that of a load balancer would send all requests to the replica of the first one.
+        self._session = aiohttp.ClientSession(connector=connector, headers=headers, timeout=_UNBOUNDED, cookie_jar=aiohttp.DummyCookieJar())
         try:
             async with self._session.get(f"{self._url}/v1/models", timeout=_OPEN) as response:
                 self._choose_model(await _json(response), response.status)

@@ -11,9 +11,10 @@ import pytest
 from bench.record import Outcome, one_line
 from bench.report import write_report
 from bench.run_files import read_run, write_run
+from bench.runner import Runner
 from tests.bench.records import run_of
-from tests.bench.scripted import DONE, Asked, HttpScript, event, send_whole, text_event
-from tests.bench.test_openai_target import run_against, sends
+from tests.bench.scripted import DONE, WAIT_S, Asked, HttpScript, event, plan_of_times, scripted_http, send_whole, text_event
+from tests.bench.test_openai_target import opened, run_against, sends
 
 _EVIL = "\ud800 \x00\x1b[31m\n<script>x</script>" + "x" * 100_000
 
@@ -76,6 +77,17 @@ async def test_usage_that_is_no_number_is_a_failure(usage: dict[str, object]) ->
     [record], _ = await run_against(sends(event(chunk), DONE))
     assert record.outcome is Outcome.FAILED
     assert record.error.startswith("SseError: no chunk of a completion")
+
+
+async def test_a_cookie_does_not_bind_the_load_to_one_replica() -> None:
+    async def script(_: Asked, writer: asyncio.StreamWriter) -> None:
+        body = b'{"error":"no"}'
+        writer.write(b"HTTP/1.1 500 X\r\nContent-Type: application/json\r\nSet-Cookie: replica=1; Path=/\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        await writer.drain()
+
+    async with scripted_http(script) as peer, opened(peer.url.replace("127.0.0.1", "localhost")) as target:
+        await asyncio.wait_for(Runner(plan_of_times(0.0, 0.05), target, cold_start=False).run(), WAIT_S)
+        assert [asked.headers.get("cookie") for asked in peer.asked] == [None, None]
 
 
 def test_words_are_shown_as_they_are_where_they_can_be() -> None:

@@ -36,16 +36,17 @@ def open_gates(cluster: Cluster) -> None:
             device.gate.set()
 
 
-def _is_held(cluster: Cluster) -> bool:
-    return cluster.prefills[0].engine.load().num_in_handover == 1
+def _holds_at(name: str) -> Callable[[Cluster], bool]:
+    """The prompt is computed and its owner stands at the failpoint: one that is lifted before anybody is there stops nothing."""
+    return lambda cluster: cluster.prefills[0].engine.load().num_in_handover == 1 and num_waiting_at(name) == 1
 
 
 IN_PREFILL: dict[str, Phase] = {
     "prefill.queue": (_failpoint("prefill.queue"), lambda cluster: cluster.prefills[0].server.num_active_rpcs == 1),
     "prefill": (gate_prefill, lambda cluster: cluster.prefills[0].device.entered.is_set()),
     "first token": (_failpoint("prefill"), lambda cluster: num_waiting_at("prefill") == 1),
-    "kv_transfer": (_failpoint("kv_transfer"), _is_held),
-    "kv.hold": (_failpoint("kv.hold"), _is_held),
+    "kv_transfer": (_failpoint("kv_transfer"), _holds_at("kv_transfer")),
+    "kv.hold": (_failpoint("kv.hold"), _holds_at("kv.hold")),
 }
 """From the call of prefill to its end."""
 PHASES: dict[str, Phase] = {

@@ -60,7 +60,7 @@ model: model-$(MODEL) ## MODEL into the cache folder, verified by SHA-256
 demo: model-smollm2-135m-instruct ## four prompts through three services, with a trace
 	@$(BIN)/tandem demo --model $(SMOLLM2) $(if $(QUICK),--short)
 
-test: model-smollm2-135m-instruct ## the test suite (under 10 minutes on 2 cores)
+test: model-smollm2-135m-instruct ## the test suite (about 10 minutes on 2 cores)
 	@$(BIN)/python -m pytest -q
 
 proto: venv ## generated code from protos/tandem/v1/*.proto

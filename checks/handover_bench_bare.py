@@ -19,6 +19,7 @@ import uvloop
 
 from checks.handover_bench_machine import pin
 from checks.handover_bench_process import free_port
+from kvtransfer.hold import CONFIRMED
 from rpc.channels import SERVER_OPTIONS, control_channel
 from rpc.process import keep_freed_memory
 from tandem.v1 import generation_pb2, kv_pb2, prefill_pb2, prefill_pb2_grpc
@@ -41,7 +42,7 @@ class BareServicer(prefill_pb2_grpc.PrefillServiceServicer):
         done = prefill_pb2.PrefillDone(first_tokens=[prefill_pb2.FirstToken(token_id=5)], num_blocks=4, hold_id=_HOLD)
         await context.write(prefill_pb2.PrefillResponse(done=done))
         await context.read()
-        context.set_trailing_metadata((("tandem-confirmed", _HOLD),))
+        context.set_trailing_metadata(((CONFIRMED, _HOLD),))
 
 
 async def _serve(port: int) -> None:

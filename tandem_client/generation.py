@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,8 @@ from tandem_client.errors import Cancelled, TandemError
 from tandem_client.failure import Failure
 from tandem_client.piece import Piece
 
+Open = Callable[[gateway_pb2.GenerateRequest, float | None], Any]
+"""Begins an attempt: request, timeout in seconds."""
 _MAX_ID_CHARS = 120
 """Of a request id that a number is to stand behind; the gateway takes 128."""
 

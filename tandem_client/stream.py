@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
 import grpc
 
-from tandem.v1 import gateway_pb2
 from tandem_client.completion import Completion
 from tandem_client.failure import tandem_trailers
-from tandem_client.generation import Generation
+from tandem_client.generation import Generation, Open
 from tandem_client.piece import Piece
 from tandem_client.received import Received
-
-Open = Callable[[gateway_pb2.GenerateRequest, float | None], Any]
-"""Begins an attempt: request, timeout in seconds."""
 
 
 class _Line:

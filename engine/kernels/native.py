@@ -1,4 +1,4 @@
-"""The native CPU kernel behind ctypes: calls release the GIL."""
+"""The native CPU attention kernel behind ctypes: calls release the GIL."""
 
 from __future__ import annotations
 
@@ -9,37 +9,16 @@ import torch
 
 from engine.attention import PackedBatch, Scores
 from engine.kernels.build import KernelBuildError, build_shared_library
+from engine.kernels.structures import DTYPE_CODES, CBatch, CPacked, CScores, c_batch, c_scores
 
 SOURCE = Path(__file__).with_name("paged_attention.cpp")
 
-_DTYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _LANES = 16
 
 
 def supports_head_dim(head_dim: int) -> bool:
     """The kernel works in vectors of 16 elements."""
     return head_dim % _LANES == 0
-
-
-class _Batch(ctypes.Structure):
-    """Mirrors `Batch` of paged_attention.cpp."""
-
-    _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("chunk_starts", "first_positions", "table_starts", "tables")),
-        *((name, ctypes.c_int32) for name in ("num_chunks", "block_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "num_threads")),
-    ]
-
-
-class _Packed(ctypes.Structure):
-    """Mirrors `Packed` of paged_attention.cpp."""
-
-    _fields_ = [("elements", ctypes.c_void_p), ("token_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64)]
-
-
-class _Scores(ctypes.Structure):
-    """Mirrors `Scores` of paged_attention.cpp."""
-
-    _fields_ = [("scale", ctypes.c_float), ("softcap", ctypes.c_float), ("window", ctypes.c_int32)]
 
 
 class NativeAttention:
@@ -50,41 +29,29 @@ class NativeAttention:
 
     def __init__(self, pool: torch.Tensor, num_heads: int, num_threads: int, cache_dir: Path, compiler: str) -> None:
         """`pool` is [num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]; raises KernelBuildError."""
-        _, self._num_layers, _, self._block_size, self._num_kv_heads, self._head_dim = pool.shape
-        if not supports_head_dim(self._head_dim):
-            raise KernelBuildError(f"head_dim {self._head_dim} is not a multiple of {_LANES}, which the native kernel needs: set attention_backend to torch")
+        head_dim = pool.shape[-1]
+        if not supports_head_dim(head_dim):
+            raise KernelBuildError(f"head_dim {head_dim} is not a multiple of {_LANES}, which the native kernel needs: set attention_backend to torch")
         self._pool = pool
         self._num_heads = num_heads
         self._num_threads = num_threads
-        self._dtype_code = _DTYPE_CODES[pool.dtype]
+        self._dtype_code = DTYPE_CODES[pool.dtype]
         try:
             library = ctypes.CDLL(str(build_shared_library(SOURCE, cache_dir, compiler)))
         except KernelBuildError as error:
             raise KernelBuildError(f"{error}; or set attention_backend to torch to go without") from error
         self._call = library.tandem_paged_attention
-        self._call.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, *[ctypes.c_void_p] * 4, _Scores]
+        self._call.argtypes = [ctypes.c_void_p, ctypes.c_int32, ctypes.c_void_p, ctypes.c_int32, ctypes.c_int32, *[ctypes.c_void_p] * 4, CScores]
         self._call.restype = ctypes.c_int
-        self._batch = _Batch()
+        self._batch = CBatch()
         self._arrays: PackedBatch | None = None
-        self._tensors = [_Packed() for _ in range(4)]
+        self._tensors = [CPacked() for _ in range(4)]
         self._addresses = [ctypes.addressof(packed) for packed in self._tensors]
 
     def begin(self, batch: PackedBatch) -> None:
         """Points the kernel at a step's arrays and keeps them until the next step."""
         self._arrays = batch
-        self._batch = _Batch(
-            batch.chunk_starts.ctypes.data,
-            batch.first_positions.ctypes.data,
-            batch.table_starts.ctypes.data,
-            batch.tables.ctypes.data,
-            len(batch.first_positions),
-            self._block_size,
-            self._num_layers,
-            self._num_heads,
-            self._num_kv_heads,
-            self._head_dim,
-            self._num_threads,
-        )
+        self._batch = c_batch(batch, self._pool, self._num_heads)
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, out: torch.Tensor, scores: Scores) -> None:
         """Writes keys and values into the pool and fills `out`; all are [tokens, heads, head_dim] views."""
@@ -92,6 +59,6 @@ class NativeAttention:
             if tensor.stride(2) != 1:
                 raise ValueError(f"elements of a head must be contiguous, strides are {tensor.stride()}")
             packed.elements, packed.token_stride, packed.head_stride = tensor.data_ptr(), tensor.stride(0), tensor.stride(1)
-        how = _Scores(scores.scaling, scores.softcap or 0.0, scores.window or 0)
-        if self._call(ctypes.addressof(self._batch), self._pool.data_ptr(), layer, self._dtype_code, *self._addresses, how):
+        batch = ctypes.addressof(self._batch)
+        if self._call(batch, self._num_threads, self._pool.data_ptr(), layer, self._dtype_code, *self._addresses, c_scores(scores)):
             raise RuntimeError(f"the native kernel does not know dtype code {self._dtype_code}")

@@ -1,0 +1,425 @@
+// One step of a dense decoder, from token ids to hidden states, in one call: engine/decoder.py says what is computed, and engine/kernels/native_decoder.py
+// packs the weights and calls. No torch headers.
+//
+// The residual stream, queries before they are rotated, and all sums are float32; what enters a product is in the weights' type. A row goes through the same
+// operations in the same order whatever else is in the step (linear.h, attention.h, rows.h), so its bits depend on its own sequence only.
+
+#include <memory>
+
+#include "attention.h"
+#include "rows.h"
+#include "team.h"
+
+namespace {
+
+// The following structures are mirrored by engine/kernels/native_decoder.py.
+
+struct Rope {
+  const float* frequencies;  // radians a position
+  int32_t num_frequencies;
+  float scale;  // of cosine and sine
+};
+
+struct Layer {
+  Norm input_norm, q_norm, k_norm, after_attention, mlp_norm, after_mlp;
+  Linear qkv, output, gate_up, down;  // gate_up: 16 of the gate, then 16 of up, in each panel
+  Scores scores;
+  int32_t rope;
+};
+
+struct Decoder {
+  const Layer* layers;
+  const Rope* ropes;
+  const void* embedding;  // [vocabulary][hidden]; null: rows come out of the head's panels
+  Linear head;
+  Norm final_norm;
+  float embedding_scale;
+  int32_t num_layers, num_ropes, hidden_size, inner_size, num_heads, num_kv_heads, head_dim, vocab_size, activation;
+};
+
+// Memory that grows and is not cleared.
+template <typename E>
+class Buffer {
+ public:
+  E* fit(size_t size) {
+    if (size > capacity_) {
+      elements_.reset(static_cast<E*>(aligned_alloc(64, (size * sizeof(E) + 63) / 64 * 64)));
+      capacity_ = size;
+    }
+    return elements_.get();
+  }
+  E* get() const { return elements_.get(); }
+
+ private:
+  struct Free {
+    void operator()(E* p) const { free(p); }
+  };
+  std::unique_ptr<E, Free> elements_;
+  size_t capacity_ = 0;
+};
+
+class AnyModel {
+ public:
+  virtual ~AnyModel() = default;
+  virtual void step(const Batch& batch, void* pool, const int32_t* token_ids, const int32_t* rows, int num_rows, float* hidden) = 0;
+  virtual void head(const float* hidden, int num_rows, float* logits) = 0;
+};
+
+template <typename T>
+class Model : public AnyModel {
+  typedef typename T::Stored Stored;
+  typedef Product<T> P;
+  typedef typename P::Activation Activated;
+
+ public:
+  Model(const Decoder& decoder, int num_threads) : d_(decoder), team_(num_threads), scratch_(num_threads) {
+    counters_ = std::vector<std::atomic<int>>(kPhasesInLayer * d_.num_layers + kOtherPhases);
+  }
+
+  // Final norm included; `rows` are the tokens whose hidden states are wanted, ascending: the last layer computes nothing more than their keys and values.
+  void step(const Batch& batch, void* pool, const int32_t* token_ids, const int32_t* rows, int num_rows, float* hidden) override {
+    const int num_tokens = batch.chunk_starts[batch.num_chunks];
+    begin(batch, num_tokens);
+    const std::vector<Item> items = items_of(batch);
+    run([&](int thread, int& phase) {
+      embed(phase, token_ids, num_tokens);
+      for (int l = 0; l < d_.num_layers; ++l) {
+        const Layer& layer = d_.layers[l];
+        add_and_normalize(phase, l > 0 ? &d_.layers[l - 1].after_mlp : nullptr, layer.input_norm, num_tokens);
+        product(phase, layer.qkv, normed_.get(), d_.hidden_size, num_tokens, Store{qkv_.get(), layer.qkv.bias, qkv_size()});
+        rotate_and_write(phase, batch, layer, KvLayer<T>(batch, pool, l));
+        attention(phase, thread, batch, layer, KvLayer<T>(batch, pool, l), items);
+        const bool last = l == d_.num_layers - 1;
+        if (last) keep(phase, rows, num_rows);
+        const int n = last ? num_rows : num_tokens;
+        add_product(phase, layer.output, attended_.get(), attended_size(), n, layer.after_attention);
+        add_and_normalize(phase, &layer.after_attention, layer.mlp_norm, n);
+        product(phase, layer.gate_up, normed_.get(), d_.hidden_size, n, Gate{inner_.get(), ::Activation(d_.activation), d_.inner_size});
+        add_product(phase, layer.down, inner_.get(), d_.inner_size, n, layer.after_mlp);
+      }
+      finish(phase, num_rows, hidden);
+    });
+  }
+
+  void head(const float* hidden, int num_rows, float* logits) override {
+    const int size = d_.hidden_size;
+    normed_.fit(size_t(num_rows) * padded(size));
+    run([&](int, int& phase) {
+      each(phase, num_rows, [&](int row) { narrow(hidden + size_t(row) * size, size, normed_.get() + size_t(row) * padded(size)); });
+      product(phase, d_.head, normed_.get(), size, num_rows, Logits{logits, d_.vocab_size});
+    });
+  }
+
+ private:
+  static constexpr int kPhasesInLayer = 10, kOtherPhases = 8, kRowsAtOnce = 4;
+
+  int qkv_size() const { return (d_.num_heads + 2 * d_.num_kv_heads) * d_.head_dim; }
+  int attended_size() const { return d_.num_heads * d_.head_dim; }
+  static int padded(int size) { return (size + kLanes - 1) / kLanes * kLanes; }
+
+  void begin(const Batch& batch, int num_tokens) {
+    batch_tokens_ = num_tokens;
+    const size_t n = num_tokens;
+    residual_.fit(n * padded(d_.hidden_size));
+    normed_.fit(n * padded(d_.hidden_size));
+    share_.fit(n * padded(d_.hidden_size));
+    qkv_.fit(n * qkv_size());
+    query_.fit(n * attended_size());
+    attended_.fit(n * attended_size());
+    inner_.fit(n * padded(d_.inner_size));
+    positions_.fit(n);
+    blocks_.fit(n);
+    size_t num_angles = 0;
+    for (int i = 0; i < d_.num_ropes; ++i) num_angles += 2 * size_t(d_.ropes[i].num_frequencies);
+    angles_.fit(n * num_angles);
+    angles_of_token_ = num_angles;
+    for (int c = 0; c < batch.num_chunks; ++c) {
+      for (int t = batch.chunk_starts[c]; t < batch.chunk_starts[c + 1]; ++t) {
+        positions_.get()[t] = batch.first_positions[c] + t - batch.chunk_starts[c];
+        blocks_.get()[t] = c;
+      }
+    }
+  }
+
+  template <typename Step>
+  void run(Step step) {
+    for (std::atomic<int>& counter : counters_) counter.store(0, std::memory_order_relaxed);
+    team_.run([&](int thread) {
+      int phase = 0;
+      step(thread, phase);
+    });
+  }
+
+  // Calls work(i) for i below `count`, spread over the threads; all of it is done when it returns.
+  template <typename Work>
+  void each(int& phase, int count, Work work) {
+    std::atomic<int>& counter = counters_[phase++];
+    for (int i; (i = counter.fetch_add(1, std::memory_order_relaxed)) < count;) work(i);
+    team_.barrier();
+  }
+
+  template <typename Work>
+  void each_row(int& phase, int num_rows, Work work) {
+    each(phase, (num_rows + kRowsAtOnce - 1) / kRowsAtOnce, [&](int i) {
+      for (int row = i * kRowsAtOnce; row < std::min(num_rows, (i + 1) * kRowsAtOnce); ++row) work(row);
+    });
+  }
+
+  // Hands the sums of each row and panel to `emit`.
+  template <typename Emit>
+  void product(int& phase, const Linear& linear, const Activated* x, int size, int num_rows, const Emit& emit) {
+    std::atomic<int>& counter = counters_[phase++];
+    const Stored* panels = static_cast<const Stored*>(linear.panels);
+    const size_t step = size_t(linear.num_inputs) * kPanel;
+    int panel = counter.fetch_add(1, std::memory_order_relaxed);
+    while (panel < linear.num_panels) {
+      const int next = counter.fetch_add(1, std::memory_order_relaxed);
+      multiply_panel<T>(panels + panel * step, x, padded(size), num_rows, linear.num_inputs, panels + std::min(next, linear.num_panels - 1) * step,
+                        [&](int row, int vector, const Floats* sums) { emit(row, panel * kPanel + vector * kLanes, sums); });
+      panel = next;
+    }
+    team_.barrier();
+  }
+
+  struct Store {
+    float* out;
+    const float* bias;
+    int size;
+    void operator()(int row, int first, const Floats* sums) const {
+      for (int v = 0; v < kVectors && first + v * kLanes < size; ++v) {
+        Floats x = sums[v];
+        if (bias != nullptr) x = x + Float32::load(bias + first + v * kLanes);
+        Float32::store(out + size_t(row) * size + first + v * kLanes, x);
+      }
+    }
+  };
+
+  struct Add {
+    float* out;
+    const float* bias;
+    int size, stride;
+    bool over;  // writes instead of adding
+    void operator()(int row, int first, const Floats* sums) const {
+      for (int v = 0; v < kVectors && first + v * kLanes < stride; ++v) {
+        float* o = out + size_t(row) * stride + first + v * kLanes;
+        Floats x = sums[v];
+        if (bias != nullptr) x = x + Float32::load(bias + first + v * kLanes);
+        if (!over) x = x + Float32::load(o);
+        Float32::store(o, x);
+      }
+    }
+  };
+
+  struct Gate {
+    Activated* out;
+    ::Activation how;
+    int size;
+    void operator()(int row, int first, const Floats* sums) const {
+      static_assert(kVectors == 2, "a gate and what it gates come together");
+      if (first / 2 < size) P::store(out + size_t(row) * padded(size) + first / 2, activated(how, sums[0]) * sums[1]);
+    }
+  };
+
+  struct Logits {
+    float* out;
+    int size;
+    void operator()(int row, int first, const Floats* sums) const {
+      for (int v = 0; v < kVectors && first + v * kLanes < size; ++v) {
+        const int num_left = std::min(kLanes, size - first - v * kLanes);
+        memcpy(out + size_t(row) * size + first + v * kLanes, &sums[v], num_left * sizeof(float));
+      }
+    }
+  };
+
+  void embed(int& phase, const int32_t* token_ids, int num_tokens) {
+    each_row(phase, num_tokens, [&](int t) {
+      float* x = residual_.get() + size_t(t) * padded(d_.hidden_size);
+      embedding_row(token_ids[t], x);
+      for (int i = 0; i < d_.hidden_size; ++i) x[i] *= d_.embedding_scale;
+      for (int i = d_.hidden_size; i < padded(d_.hidden_size); ++i) x[i] = 0.0f;
+      float* angles = angles_.get() + t * angles_of_token_;
+      for (int r = 0; r < d_.num_ropes; ++r) {
+        const Rope& rope = d_.ropes[r];
+        for (int i = 0; i < rope.num_frequencies; ++i) {
+          const float angle = float(positions_.get()[t]) * rope.frequencies[i];
+          angles[i] = std::cos(angle) * rope.scale;
+          angles[rope.num_frequencies + i] = std::sin(angle) * rope.scale;
+        }
+        angles += 2 * rope.num_frequencies;
+      }
+    });
+  }
+
+  void embedding_row(int32_t token_id, float* x) const {
+    const int size = d_.hidden_size;
+    if (d_.embedding != nullptr) {
+      const Stored* row = static_cast<const Stored*>(d_.embedding) + size_t(token_id) * size;
+      for (int i = 0; i < size; ++i) x[i] = widened(row[i]);
+      return;
+    }
+    const Stored* panel = static_cast<const Stored*>(d_.head.panels) + size_t(token_id / kPanel) * d_.head.num_inputs * kPanel;
+    const int lane = token_id % kPanel;
+    for (int i = 0; i < size; ++i) x[i] = widened(panel[i / P::kInputs * (kPanel * P::kInputs) + lane * P::kInputs + i % P::kInputs]);
+  }
+
+  static float widened(Stored element) {
+    Stored lanes[kLanes] = {element};
+    return T::load(lanes)[0];
+  }
+
+  static void narrow(const float* x, int size, Activated* y) {
+    float last[kLanes] = {};
+    int i = 0;
+    for (; i + kLanes <= size; i += kLanes) P::store(y + i, Float32::load(x + i));
+    if (i < size) {
+      memcpy(last, x + i, (size - i) * sizeof(float));
+      P::store(y + i, Float32::load(last));
+    }
+  }
+
+  // residual += norm(share) if `after` is there; normed = norm(residual).
+  void add_and_normalize(int& phase, const Norm* after, const Norm& norm, int num_rows) {
+    each_row(phase, num_rows, [&](int row) {
+      float* x = settle(after, row);
+      float* wide = wide_row(d_.hidden_size);
+      normalize(x, norm, d_.hidden_size, wide);
+      narrow(wide, d_.hidden_size, normed_.get() + size_t(row) * padded(d_.hidden_size));
+    });
+  }
+
+  float* settle(const Norm* after, int row) {
+    float* x = residual_.get() + size_t(row) * padded(d_.hidden_size);
+    if (after != nullptr && after->weight != nullptr) {
+      float* share = share_.get() + size_t(row) * padded(d_.hidden_size);
+      normalize(share, *after, d_.hidden_size, share);
+      for (int i = 0; i < d_.hidden_size; ++i) x[i] += share[i];
+    }
+    return x;
+  }
+
+  // A row of float32 that belongs to this thread.
+  float* wide_row(int size) {
+    static thread_local std::vector<float> wide;
+    if (int(wide.size()) < size) wide.resize(size);
+    return wide.data();
+  }
+
+  void add_product(int& phase, const Linear& linear, const Activated* x, int size, int num_rows, const Norm& after) {
+    const bool apart = after.weight != nullptr;
+    product(phase, linear, x, size, num_rows, Add{apart ? share_.get() : residual_.get(), linear.bias, d_.hidden_size, padded(d_.hidden_size), apart});
+  }
+
+  // Queries into their own buffer, keys and values into the pool.
+  void rotate_and_write(int& phase, const Batch& batch, const Layer& layer, const KvLayer<T>& kv) {
+    const int head_dim = d_.head_dim, num_heads = d_.num_heads, num_kv_heads = d_.num_kv_heads;
+    int first_angle = 0;
+    for (int r = 0; r < layer.rope; ++r) first_angle += 2 * d_.ropes[r].num_frequencies;
+    const int num_frequencies = d_.ropes[layer.rope].num_frequencies;
+    each_row(phase, batch_tokens_, [&](int t) {
+      const float* cosines = angles_.get() + t * angles_of_token_ + first_angle;
+      float* row = qkv_.get() + size_t(t) * qkv_size();
+      const int32_t* table = batch.tables + batch.table_starts[blocks_.get()[t]];
+      for (int h = 0; h < num_heads + num_kv_heads; ++h) {
+        float* head = row + h * head_dim;
+        const Norm& norm = h < num_heads ? layer.q_norm : layer.k_norm;
+        if (norm.weight != nullptr) normalize(head, norm, head_dim, head);
+        rotate(head, cosines, cosines + num_frequencies, num_frequencies);
+        if (h < num_heads) {
+          for (int i = 0; i < head_dim; i += kLanes) P::store(query_.get() + size_t(t) * attended_size() + h * head_dim + i, Float32::load(head + i));
+        } else {
+          const float* value = head + num_kv_heads * head_dim;
+          Stored* slot = kv.key(table, positions_.get()[t], h - num_heads);
+          for (int i = 0; i < head_dim; i += kLanes) {
+            T::store(slot + i, Float32::load(head + i));
+            T::store(slot + kv.value_offset + i, Float32::load(value + i));
+          }
+        }
+      }
+    });
+  }
+
+  void attention(int& phase, int thread, const Batch& batch, const Layer& layer, const KvLayer<T>& kv, const std::vector<Item>& items) {
+    const Packed query{query_.get(), attended_size(), d_.head_dim}, out{attended_.get(), attended_size(), d_.head_dim};
+    const int count = int(items.size()) * d_.num_kv_heads;
+    each(phase, count, [&](int i) {
+      const int backwards = count - 1 - i;
+      const Item& item = items[backwards / d_.num_kv_heads];
+      attend<T, typename P::Scalar>(batch, kv, item.chunk, item.begin, item.end, backwards % d_.num_kv_heads, query, out, layer.scores, scratch_[thread]);
+    });
+  }
+
+  // From here on row i is what row rows[i] was.
+  void keep(int& phase, const int32_t* rows, int num_rows) {
+    each(phase, 1, [&](int) {
+      for (int i = 0; i < num_rows; ++i) {
+        if (rows[i] == i) continue;
+        memcpy(residual_.get() + size_t(i) * padded(d_.hidden_size), residual_.get() + size_t(rows[i]) * padded(d_.hidden_size), d_.hidden_size * sizeof(float));
+        memcpy(attended_.get() + size_t(i) * attended_size(), attended_.get() + size_t(rows[i]) * attended_size(), attended_size() * sizeof(Activated));
+      }
+    });
+  }
+
+  void finish(int& phase, int num_rows, float* hidden) {
+    each_row(phase, num_rows, [&](int row) {
+      float* x = settle(&d_.layers[d_.num_layers - 1].after_mlp, row);
+      normalize(x, d_.final_norm, d_.hidden_size, hidden + size_t(row) * d_.hidden_size);
+    });
+  }
+
+  const Decoder d_;
+  Team team_;
+  std::vector<Scratch<T>> scratch_;
+  std::vector<std::atomic<int>> counters_;
+  Buffer<float> residual_, share_, qkv_, angles_;
+  Buffer<Activated> normed_, attended_, inner_, query_;
+  Buffer<int32_t> positions_, blocks_;
+  size_t angles_of_token_ = 0;
+  int batch_tokens_ = 0;
+};
+
+// weights [outputs][inputs] into panels from output `first` of the packed matrix on; gates and what they gate take turns by 16.
+template <typename T>
+void pack(const typename T::Stored* weights, int num_outputs, int num_inputs, int first, int interleave, typename T::Stored* panels) {
+  constexpr int kInputs = Product<T>::kInputs;
+  for (int o = 0; o < num_outputs; ++o) {
+    const int at = interleave < 0 ? first + o : o / kLanes * 2 * kLanes + interleave * kLanes + o % kLanes;
+    typename T::Stored* panel = panels + size_t(at / kPanel) * num_inputs * kPanel + at % kPanel * kInputs;
+    const typename T::Stored* row = weights + size_t(o) * num_inputs;
+    for (int i = 0; i < num_inputs; i += kInputs)
+      for (int j = 0; j < kInputs; ++j) panel[size_t(i) * kPanel + j] = row[i + j];
+  }
+}
+
+}  // namespace
+
+// dtype everywhere: 0 float32, 1 bfloat16, 2 float16, of weights and pool. Sizes: inputs of every product are even in bfloat16, head_dim is a multiple of 16.
+
+extern "C" void tandem_pack(int32_t dtype, const void* weights, int32_t num_outputs, int32_t num_inputs, int32_t first, int32_t interleave, void* panels) {
+  switch (dtype) {
+    case 0: return pack<Float32>(static_cast<const float*>(weights), num_outputs, num_inputs, first, interleave, static_cast<float*>(panels));
+    default: return pack<BFloat16>(static_cast<const uint16_t*>(weights), num_outputs, num_inputs, first, interleave, static_cast<uint16_t*>(panels));
+    case 2: return pack<Float16>(static_cast<const uint16_t*>(weights), num_outputs, num_inputs, first, interleave, static_cast<uint16_t*>(panels));
+  }
+}
+
+// Keeps a copy of `decoder`, not of what it points to. One thread at a time may call what follows.
+extern "C" void* tandem_decoder_new(int32_t dtype, const Decoder* decoder, int32_t num_threads) {
+  switch (dtype) {
+    case 0: return static_cast<AnyModel*>(new Model<Float32>(*decoder, num_threads));
+    case 1: return static_cast<AnyModel*>(new Model<BFloat16>(*decoder, num_threads));
+    case 2: return static_cast<AnyModel*>(new Model<Float16>(*decoder, num_threads));
+    default: return nullptr;
+  }
+}
+
+extern "C" void tandem_decoder_delete(void* model) { delete static_cast<AnyModel*>(model); }
+
+// hidden: [num_rows][hidden size] float32, of the tokens `rows`, final norm included.
+extern "C" void tandem_decoder_step(void* model, const Batch* batch, void* pool, const int32_t* token_ids, const int32_t* rows, int32_t num_rows, float* hidden) {
+  static_cast<AnyModel*>(model)->step(*batch, pool, token_ids, rows, num_rows, hidden);
+}
+
+// logits: [num_rows][vocabulary] float32.
+extern "C" void tandem_decoder_head(void* model, const float* hidden, int32_t num_rows, float* logits) {
+  static_cast<AnyModel*>(model)->head(hidden, num_rows, logits);
+}

@@ -24,6 +24,7 @@ namespace {
 constexpr int kTile = 64;          // keys
 constexpr int kMaxQueryRows = 32;  // query rows (token, head) that share one pass over the keys, unless one token's heads are more
 constexpr int kQueryRows = 4;      // of them at a time
+constexpr int kItemsPerThread = 4; // at the least, for whole items
 
 // One packed batch; the arrays belong to the caller. Mirrored by engine/kernels/native.py.
 struct Batch {
@@ -65,9 +66,18 @@ struct KvLayer {
   typename T::Stored* key(const int32_t* table, int32_t position, int head) const {
     return pool + table[position / block_size] * block_stride + layer_offset + (position % block_size) * token_stride + int64_t(head) * head_dim;
   }
+
+  // Keys of `count` positions from `first` on.
+  void find_keys(const int32_t* table, int32_t first, int count, int head, const typename T::Stored** keys) const {
+    int block = first / block_size, offset = first % block_size;
+    for (int j = 0; j < count; ++block, offset = 0) {
+      const typename T::Stored* at = pool + table[block] * block_stride + layer_offset + offset * token_stride + int64_t(head) * head_dim;
+      for (; offset < block_size && j < count; ++offset, ++j, at += token_stride) keys[j] = at;
+    }
+  }
 };
 
-// What one thread needs for one item of work: `rows` query rows against the keys of one KV head.
+// What one thread needs for one item of work: `rows` query rows, against the keys of one KV head at a time.
 template <typename T>
 struct Scratch {
   typedef typename Product<T>::Activation Activation;
@@ -91,11 +101,21 @@ struct Scratch {
   }
 };
 
-// Asks for a row of the pool: rows lie in scattered blocks, where the hardware's prefetcher loses its way. Into L2, since a tile does not fit L1 twice.
+// The next tile's rows in the pool, asked for a few at a time while this tile is computed, so that memory is never idle: they lie in scattered blocks, where
+// the hardware's prefetcher loses its way. Into L2, since a tile does not fit L1 twice.
 template <typename T>
-inline void prefetch(const typename T::Stored* row, int head_dim) {
-  for (size_t byte = 0; byte < head_dim * sizeof(*row); byte += kLine) __builtin_prefetch(reinterpret_cast<const char*>(row) + byte, 0, 2);
-}
+struct Ahead {
+  const typename T::Stored* rows[2 * kTile];  // keys, then values
+  int num_rows, num_bytes, num_steps;
+  int step = 0, asked = 0;
+
+  void take_step() {
+    for (++step; asked < num_rows * step / num_steps; ++asked) {
+      const char* p = reinterpret_cast<const char*>(rows[asked]);
+      for (const char* end = p + num_bytes; p < end; p += kLine) __builtin_prefetch(p, 0, 2);
+    }
+  }
+};
 
 // 16 words of a key, where a word is what one step of a chain takes.
 template <typename T>
@@ -108,23 +128,20 @@ inline Floats load_words<BFloat16>(const uint16_t* p, int num_words) {
   return words;
 }
 
-// keys[group of 16 keys][word][16] of one tile; meanwhile the next tile's rows are asked for, a few at a time.
+// keys[group of 16 keys][word][16] of one tile.
 template <typename T>
-void transpose_keys(const typename T::Stored* const* rows, int num_groups, const typename T::Stored* const* next, int num_next, const KvLayer<T>& layer,
-                    typename Product<T>::Activation* keys) {
+void transpose_keys(const typename T::Stored* const* rows, int num_groups, int head_dim, Ahead<T>& ahead, typename Product<T>::Activation* keys) {
   constexpr int kInputs = Product<T>::kInputs;
-  const int num_words = layer.head_dim / kInputs, num_steps = num_groups * ((num_words + kLanes - 1) / kLanes);
-  int step = 0, asked = 0;
+  const int num_words = head_dim / kInputs;
   for (int g = 0; g < num_groups; ++g) {
     for (int w = 0; w < num_words; w += kLanes) {
-      for (++step; asked < num_next * step / num_steps; ++asked) {
-        prefetch<T>(next[asked], layer.head_dim);
-        prefetch<T>(next[asked] + layer.value_offset, layer.head_dim);
-      }
+      ahead.take_step();
       Floats r[16];
       for (int i = 0; i < 16; ++i) r[i] = load_words<T>(rows[g * kLanes + i] + w * kInputs, num_words - w);
       transpose(r);
-      memcpy(keys + (size_t(g) * num_words + w) * kLanes * kInputs, r, sizeof(Floats) * std::min(kLanes, num_words - w));
+      auto* to = keys + (size_t(g) * num_words + w) * kLanes * kInputs;
+      if (num_words - w >= kLanes) memcpy(to, r, sizeof r);
+      else memcpy(to, r, sizeof r / 2);
     }
   }
 }
@@ -135,12 +152,23 @@ inline void arrange_values(const typename T::Stored* const* values, int num_keys
   for (int j = 0; j < num_keys; ++j)
     for (int d = 0; d < head_dim; d += kLanes) Float32::store(arranged + size_t(j) * head_dim + d, T::load(values[j] + d));
 }
+typedef uint16_t Pairs __attribute__((vector_size(64)));
 inline void arrange_pairs(const uint16_t* const* values, int num_keys, int head_dim, uint16_t* arranged) {
-  for (int j = 0; j < num_keys; j += 2) {
-    for (int d = 0; d < head_dim; d += kLanes) {
+  for (int j = 0; j < num_keys; j += 2, arranged += 2 * head_dim) {
+    int d = 0;
+    for (; d + 2 * kLanes <= head_dim; d += 2 * kLanes) {
+      const Pairs a = load_as<Pairs>(values[j] + d), b = load_as<Pairs>(values[j + 1] + d);
+      const Pairs low = __builtin_shufflevector(a, b, 0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13, 45, 14,
+                                                46, 15, 47);
+      const Pairs high = __builtin_shufflevector(a, b, 16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55, 24, 56, 25, 57, 26, 58, 27, 59, 28, 60,
+                                                 29, 61, 30, 62, 31, 63);
+      memcpy(arranged + 2 * d, &low, sizeof low);
+      memcpy(arranged + 2 * d + 2 * kLanes, &high, sizeof high);
+    }
+    if (d < head_dim) {
       const Words first = __builtin_convertvector(load_as<Halves>(values[j] + d), Words), second = __builtin_convertvector(load_as<Halves>(values[j + 1] + d), Words);
       const Words pairs = first | (second << 16);
-      memcpy(arranged + size_t(j) * head_dim + 2 * d, &pairs, sizeof pairs);
+      memcpy(arranged + 2 * d, &pairs, sizeof pairs);
     }
   }
 }
@@ -253,7 +281,7 @@ inline void soften(const float* scores, typename Product<T>::Activation* weights
     highest = Max()(masked[g], highest);
   }
   const float next = fold(highest, Max());
-  factor = exp_nonpositive(all(maximum - next))[0];
+  factor = maximum == next ? 1.0f : exp_nonpositive(all(maximum - next))[0];
   Floats sum = weight_sum * factor;
   for (int g = 0; g < num_groups; ++g) {
     Floats weight = exp_nonpositive(masked[g] - next);
@@ -265,68 +293,116 @@ inline void soften(const float* scores, typename Product<T>::Activation* weights
   weight_sum = sum;
 }
 
-// Attention of tokens [begin, end) of chunk c, heads of one KV head. Q is the type of queries and outputs.
-template <typename T, typename Q>
-void attend(const Batch& b, const KvLayer<T>& layer, int c, int begin, int end, int kv_head, const Packed& query, const Packed& out, const Scores& how,
-            Scratch<T>& s) {
-  typedef typename T::Stored Stored;
-  typedef typename Q::Stored Queries;
-  const int group = b.num_heads / b.num_kv_heads, head_dim = b.head_dim, rows = (end - begin) * group;
-  const int32_t* table = b.tables + b.table_starts[c];
-  const int first = b.first_positions[c] + begin - b.chunk_starts[c], last = b.first_positions[c] + end - 1 - b.chunk_starts[c];
-  s.fit(rows, head_dim);
-  for (int r = 0; r < rows; ++r) {
-    const Queries* q =
-        static_cast<const Queries*>(query.elements) + (begin + r / group) * query.token_stride + (kv_head * group + r % group) * query.head_stride;
-    for (int d = 0; d < head_dim; d += kLanes) Product<T>::store(&s.query[size_t(r) * head_dim + d], Q::load(q + d));
-  }
-  const Stored* zeros = reinterpret_cast<const Stored*>(s.zeros.data());
-  const int first_key = how.first_seen(first);
-  for (int start = first_key / kTile * kTile; start <= last; start += kTile) {
-    const int num_keys = std::min(kTile, last + 1 - start), num_groups = (num_keys + kLanes - 1) / kLanes;
-    const Stored *keys[kTile], *values[kTile];
-    for (int j = 0; j < num_groups * kLanes; ++j) {
-      const bool seen = j < num_keys && start + j >= first_key;
-      keys[j] = seen ? layer.key(table, start + j, kv_head) : zeros;
-      values[j] = seen ? keys[j] + layer.value_offset : zeros;
-    }
-    const Stored* next_keys[kTile];
-    const int num_next = std::max(0, std::min(kTile, last + 1 - start - kTile));
-    for (int j = 0; j < num_next; ++j) next_keys[j] = layer.key(table, start + kTile + j, kv_head);
-    transpose_keys<T>(keys, num_groups, next_keys, num_next, layer, s.keys.data());
-    score_all<T>(rows, s.query.data(), s.keys.data(), s.scores.data(), head_dim, num_groups);
-    arrange<T>(values, num_keys, head_dim, s.values.data());
-    for (int r = 0, next; r < rows; r = next) {  // rows that see the same of this tile's keys go together
-      const int position = first + r / group;
-      const int from = std::max(0, how.first_seen(position) - start), to = std::min(kTile, position + 1 - start);
-      next = (r / group + 1) * group;
-      if (from == 0 && to == kTile) next = how.window > 0 ? std::min(rows, (start + how.window - first) * group) : rows;
-      if (from >= to) continue;
-      for (int i = r; i < next; ++i)
-        soften<T>(&s.scores[size_t(i) * kTile], &s.weights[size_t(i) * kTile], from, to, to, how, s.maxima[i], s.factors[i], s.weight_sums[i]);
-      const int even = from / Product<T>::kInputs * Product<T>::kInputs;
-      weigh_all<T>(next - r, &s.weights[size_t(r) * kTile], s.values.data(), even, to, &s.factors[r], &s.output[size_t(r) * head_dim], head_dim);
-    }
-  }
-  for (int r = 0; r < rows; ++r) {
-    Queries* o = static_cast<Queries*>(out.elements) + (begin + r / group) * out.token_stride + (kv_head * group + r % group) * out.head_stride;
-    const float sum = fold(s.weight_sums[r], Add());
-    for (int d = 0; d < head_dim; d += kLanes) Q::store(o + d, load_as<Floats>(&s.output[size_t(r) * head_dim + d]) / sum);
-  }
-}
-
-// Tokens [begin, end) of a chunk; with one KV head it is an item of work.
+// Tokens [begin, end) of a chunk, and some KV heads: what one thread takes at a time.
 struct Item {
-  int chunk, begin, end;
+  int chunk, begin, end, first_head, num_heads;
 };
 
-// A chunk's last tokens see the most keys: start with the last items.
-inline std::vector<Item> items_of(const Batch& b) {
+// Attention of one item. Q is the type of queries and outputs. Rows of scratch: [KV head of the item][token][query head of the KV head].
+template <typename T, typename Q>
+class Attending {
+  typedef typename T::Stored Stored;
+  typedef typename Q::Stored Queries;
+
+ public:
+  Attending(const Batch& b, const KvLayer<T>& layer, const Item& item, const Scores& how, Scratch<T>& s)
+      : layer_(layer), item_(item), how_(how), s_(s), table_(b.tables + b.table_starts[item.chunk]), group_(b.num_heads / b.num_kv_heads),
+        head_dim_(b.head_dim), rows_((item.end - item.begin) * group_), first_(b.first_positions[item.chunk] + item.begin - b.chunk_starts[item.chunk]),
+        last_(first_ + item.end - item.begin - 1), first_key_(how.first_seen(first_)) {
+    s.fit(rows_ * item.num_heads, head_dim_);
+  }
+
+  void run(const Packed& query, const Packed& out) {
+    each_row([&](int row, int token, int head) {
+      const Queries* q = static_cast<const Queries*>(query.elements) + token * query.token_stride + head * query.head_stride;
+      for (int d = 0; d < head_dim_; d += kLanes) Product<T>::store(&s_.query[size_t(row) * head_dim_ + d], Q::load(q + d));
+    });
+    for (int start = first_key_ / kTile * kTile; start <= last_; start += kTile) tile(start);
+    each_row([&](int row, int token, int head) {
+      Queries* o = static_cast<Queries*>(out.elements) + token * out.token_stride + head * out.head_stride;
+      const float sum = fold(s_.weight_sums[row], Add());
+      for (int d = 0; d < head_dim_; d += kLanes) Q::store(o + d, load_as<Floats>(&s_.output[size_t(row) * head_dim_ + d]) / sum);
+    });
+  }
+
+ private:
+  template <typename Work>
+  void each_row(Work work) {
+    for (int h = 0; h < item_.num_heads; ++h)
+      for (int r = 0; r < rows_; ++r) work(h * rows_ + r, item_.begin + r / group_, (item_.first_head + h) * group_ + r % group_);
+  }
+
+  void tile(int start) {
+    const int num_keys = std::min(kTile, last_ + 1 - start), num_groups = (num_keys + kLanes - 1) / kLanes;
+    const Stored* keys[kTile];
+    layer_.find_keys(table_, start, num_keys, item_.first_head, keys);
+    Ahead<T> ahead;
+    find_ahead(start + kTile, num_groups, ahead);
+    const Stored* zeros = reinterpret_cast<const Stored*>(s_.zeros.data());
+    for (int h = 0; h < item_.num_heads; ++h) {
+      const Stored *own_keys[kTile], *values[kTile];
+      for (int j = 0; j < num_groups * kLanes; ++j) {
+        const bool seen = j < num_keys && start + j >= first_key_;
+        own_keys[j] = seen ? keys[j] + h * head_dim_ : zeros;
+        values[j] = seen ? own_keys[j] + layer_.value_offset : zeros;
+      }
+      transpose_keys<T>(own_keys, num_groups, head_dim_, ahead, s_.keys.data());
+      for (int j = 0; j < num_keys; j += kLanes) {
+        ahead.take_step();
+        arrange<T>(values + j, std::min(kLanes, num_keys - j), head_dim_, &s_.values[size_t(j) * head_dim_]);
+      }
+      rows_of_tile(start, num_groups, h * rows_);
+    }
+  }
+
+  void find_ahead(int start, int num_groups, Ahead<T>& ahead) const {
+    const int num_keys = std::max(0, std::min(kTile, last_ + 1 - start));
+    layer_.find_keys(table_, start, num_keys, item_.first_head, ahead.rows);
+    for (int j = 0; j < num_keys; ++j) ahead.rows[num_keys + j] = ahead.rows[j] + layer_.value_offset;
+    const int num_words = head_dim_ / Product<T>::kInputs;
+    ahead.num_rows = 2 * num_keys;
+    ahead.num_bytes = item_.num_heads * head_dim_ * sizeof(Stored);
+    ahead.num_steps = item_.num_heads * num_groups * ((num_words + kLanes - 1) / kLanes + 1);
+  }
+
+  // Rows [base, base + rows) of scratch against the tile's keys of their head.
+  void rows_of_tile(int start, int num_groups, int base) {
+    score_all<T>(rows_, &s_.query[size_t(base) * head_dim_], s_.keys.data(), s_.scores.data(), head_dim_, num_groups);
+    for (int r = 0, next; r < rows_; r = next) {  // rows that see the same of this tile's keys go together
+      const int position = first_ + r / group_;
+      const int from = std::max(0, how_.first_seen(position) - start), to = std::min(kTile, position + 1 - start);
+      next = (r / group_ + 1) * group_;
+      if (from == 0 && to == kTile) next = how_.window > 0 ? std::min(rows_, (start + how_.window - first_) * group_) : rows_;
+      if (from >= to) continue;
+      for (int i = r; i < next; ++i) {
+        const int row = base + i;
+        soften<T>(&s_.scores[size_t(i) * kTile], &s_.weights[size_t(i) * kTile], from, to, to, how_, s_.maxima[row], s_.factors[row], s_.weight_sums[row]);
+      }
+      const int even = from / Product<T>::kInputs * Product<T>::kInputs;
+      weigh_all<T>(next - r, &s_.weights[size_t(r) * kTile], s_.values.data(), even, to, &s_.factors[base + r], &s_.output[size_t(base + r) * head_dim_],
+                   head_dim_);
+    }
+  }
+
+  const KvLayer<T>& layer_;
+  const Item item_;
+  const Scores how_;
+  Scratch<T>& s_;
+  const int32_t* table_;
+  const int group_, head_dim_, rows_, first_, last_, first_key_;
+};
+
+// A chunk's last tokens see the most keys: start with the last items. All heads of a token go together, as they lie in the pool, unless threads would idle.
+inline std::vector<Item> items_of(const Batch& b, int num_threads) {
   const int tokens_per_item = std::max(1, kMaxQueryRows / (b.num_heads / b.num_kv_heads));
-  std::vector<Item> items;
+  std::vector<Item> whole, split;
   for (int c = 0; c < b.num_chunks; ++c)
-    for (int t = b.chunk_starts[c]; t < b.chunk_starts[c + 1]; t += tokens_per_item) items.push_back({c, t, std::min(t + tokens_per_item, b.chunk_starts[c + 1])});
-  return items;
+    for (int t = b.chunk_starts[c]; t < b.chunk_starts[c + 1]; t += tokens_per_item)
+      whole.push_back({c, t, std::min(t + tokens_per_item, b.chunk_starts[c + 1]), 0, b.num_kv_heads});
+  if (num_threads == 1 || int(whole.size()) >= kItemsPerThread * num_threads) return whole;
+  for (const Item& item : whole)
+    for (int h = 0; h < b.num_kv_heads; ++h) split.push_back({item.chunk, item.begin, item.end, h, 1});
+  return split;
 }
 
 }  // namespace

@@ -80,7 +80,7 @@ class Model : public AnyModel {
   void step(const Batch& batch, void* pool, const int32_t* token_ids, const int32_t* rows, int num_rows, float* hidden) override {
     const int num_tokens = batch.chunk_starts[batch.num_chunks];
     begin(batch, num_tokens);
-    const std::vector<Item> items = items_of(batch);
+    const std::vector<Item> items = items_of(batch, team_.num_threads());
     run([&](int thread, int& phase) {
       embed(phase, token_ids, num_tokens);
       for (int l = 0; l < d_.num_layers; ++l) {
@@ -340,12 +340,8 @@ class Model : public AnyModel {
 
   void attention(int& phase, int thread, const Batch& batch, const Layer& layer, const KvLayer<T>& kv, const std::vector<Item>& items) {
     const Packed query{query_.get(), attended_size(), d_.head_dim}, out{attended_.get(), attended_size(), d_.head_dim};
-    const int count = int(items.size()) * d_.num_kv_heads;
-    each(phase, count, [&](int i) {
-      const int backwards = count - 1 - i;
-      const Item& item = items[backwards / d_.num_kv_heads];
-      attend<T, typename P::Scalar>(batch, kv, item.chunk, item.begin, item.end, backwards % d_.num_kv_heads, query, out, layer.scores, scratch_[thread]);
-    });
+    const int count = int(items.size());
+    each(phase, count, [&](int i) { Attending<T, typename P::Scalar>(batch, kv, items[count - 1 - i], layer.scores, scratch_[thread]).run(query, out); });
   }
 
   // From here on row i is what row rows[i] was.

@@ -24,16 +24,13 @@ template <typename T>
 void run(const Batch& b, int num_threads, void* pool, int layer_index, const Packed& query, const Packed& key, const Packed& value, const Packed& out, const Scores& how) {
   const KvLayer<T> layer(b, pool, layer_index);
   write_keys_and_values(b, layer, key, value);
-  const std::vector<Item> items = items_of(b);
-  const int num_items = int(items.size()) * b.num_kv_heads;
+  const std::vector<Item> items = items_of(b, num_threads);
+  const int num_items = int(items.size());
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1 && num_items > 1)
   {
     static thread_local Scratch<T> scratch;
 #pragma omp for schedule(dynamic, 1)
-    for (int i = num_items - 1; i >= 0; --i) {
-      const Item& item = items[i / b.num_kv_heads];
-      attend<T, T>(b, layer, item.chunk, item.begin, item.end, i % b.num_kv_heads, query, out, how, scratch);
-    }
+    for (int i = num_items - 1; i >= 0; --i) Attending<T, T>(b, layer, items[i], how, scratch).run(query, out);
   }
 }
 

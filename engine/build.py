@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from itertools import chain
 
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.engine import Engine
 from engine.facts import ModelFacts
+from engine.forward import native_decoder
 from engine.host_memory import available_memory_bytes, peak_memory_bytes
+from engine.kernels.native_decoder import NativeDecoder
 from engine.kv_cache import HostKvCache, KvLayout
 from engine.model import LoadedModel, load_model
 from engine.pool_size import check_model_len, memory_bill, served_model_len
@@ -37,17 +40,21 @@ def build_torch_engine_parts(config: EngineConfig) -> tuple[ModelFacts, HostKvCa
     """
     available_bytes = available_memory_bytes()
     model = load_model(config.model, config.dtype, config.device)
+    weight_bytes = _weight_bytes(model)
+    native = native_decoder(config, model)
+    if native is not None:
+        model, weight_bytes = replace(model, module=None), native.num_weight_bytes  # its weights are packed: no second copy stays
     check_model_len(config, model.max_position_embeddings)
     layout = kv_layout(model, config.block_size)
-    activation_bytes = _activation_bytes(config, model, layout)
-    bill = memory_bill(config, layout, available_bytes=available_bytes, weight_bytes=_weight_bytes(model), activation_bytes=activation_bytes)
+    activation_bytes = _activation_bytes(config, model, layout, native)
+    bill = memory_bill(config, layout, available_bytes=available_bytes, weight_bytes=weight_bytes, activation_bytes=activation_bytes)
     for line in bill.lines():
         _log.info("memory: %s", line)
     max_model_len = served_model_len(config, model.max_position_embeddings, bill.num_blocks)
     kv_cache = HostKvCache(layout, bill.num_blocks)
     facts = ModelFacts(model.name, model.vocab_size, model.eos_token_ids, max_model_len, layout)
-    device = TorchDevice(config, model, kv_cache)
-    _log.info("attention backend %s, %s, batch-invariant: %s", device.attention_backend, layout.dtype, device.batch_invariant)
+    device = TorchDevice(config, model, kv_cache, native)
+    _log.info("forward %s, attention %s, %s, batch-invariant: %s", device.forward, device.attention_backend, layout.dtype, device.batch_invariant)
     return facts, kv_cache, device
 
 
@@ -56,12 +63,12 @@ def kv_layout(model: LoadedModel, block_size: int) -> KvLayout:
     return KvLayout(model.fingerprint, model.dtype_name, model.num_layers, model.num_kv_heads, model.head_dim, block_size)
 
 
-def _activation_bytes(config: EngineConfig, model: LoadedModel, layout: KvLayout) -> int:
+def _activation_bytes(config: EngineConfig, model: LoadedModel, layout: KvLayout, native: NativeDecoder | None) -> int:
     """Peak of the largest step on CPU, the sampler's part in it; see engine.profiling."""
     step = LargestStep(config.limits, block_size=config.block_size, vocab_size=model.vocab_size, max_positions=model.max_position_embeddings)
     started_s = time.monotonic()
     kv_cache = HostKvCache(layout, step.num_blocks)
-    device = TorchDevice(config, model, kv_cache)
+    device = TorchDevice(config, model, kv_cache, native)
     try:
         device.launch(step.first_plan()).result()
         results: list[StepResult] = []

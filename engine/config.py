@@ -12,10 +12,12 @@ from engine.policies import POLICIES
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 AttentionBackendName = Literal["auto", "native", "torch"]
+ForwardName = Literal["auto", "native", "module"]
 
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEVICES = ("cpu",)
 _ATTENTION_BACKENDS = ("auto", "native", "torch")
+_FORWARDS = ("auto", "native", "module")
 _OF_POLICIES = ("prefill_quota", "max_decode_steps")
 
 
@@ -71,6 +73,8 @@ class EngineConfig:
     """Output tokens for which blocks are reserved with a prompt whose KV comes from elsewhere."""
     attention_backend: AttentionBackendName = "auto"
     """"native" is compiled at first use; "torch" is the reference; "auto" is native where a compiler is, else torch, and says which."""
+    forward: ForwardName = "auto"
+    """On CPU: "native" computes a step in one call, batch-invariant; "module" runs transformers' layers; "auto" is native where it knows the model."""
     num_threads: int | None = None
     """CPU threads of one step; None leaves torch's own choice."""
     max_stall_s: float = 60.0
@@ -84,6 +88,9 @@ class EngineConfig:
         _one_of("dtype", self.dtype, _DTYPES)
         _one_of("device", self.device, _DEVICES)
         _one_of("attention_backend", self.attention_backend, _ATTENTION_BACKENDS)
+        _one_of("forward", self.forward, _FORWARDS)
+        if self.forward == "native" and self.attention_backend == "torch":
+            raise ConfigError("forward", "native has its own attention: it cannot run with attention_backend torch")
         _one_of("scheduling_policy", self.scheduling_policy, tuple(POLICIES))
         for field in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_prefill_tokens_per_step", "reserve_output_tokens", *_OF_POLICIES):
             _at_least_one(field, getattr(self, field))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,18 +10,16 @@ from itertools import accumulate, chain
 import numpy as np
 import torch
 
-from engine.attention import AttentionBackend, PackedBatch, TorchAttention
+from engine.attention import PackedBatch
 from engine.config import EngineConfig
 from engine.errors import SequenceError
-from engine.kernels.build import default_cache_dir, find_compiler
-from engine.kernels.native import NativeAttention, supports_head_dim
+from engine.forward import Forward, NativeForward, module_forward, num_threads_of
+from engine.kernels.native_decoder import NativeDecoder
 from engine.kv_cache import HostKvCache
 from engine.model import LoadedModel
 from engine.sampler import prompt_logprobs, sample
 from engine.sampling_params import SampledToken
 from engine.step import Chunk, PromptRow, StepPlan, StepResult
-
-_log = logging.getLogger(__name__)
 
 _MAX_PROMPT_ROWS = 64
 """Rows of logits that are in memory at a time when a prompt's log probabilities are asked for."""
@@ -31,12 +28,12 @@ _MAX_PROMPT_ROWS = 64
 class TorchDevice:
     """Implements engine.step.Device on CPU.
 
-    With float32 weights and the native kernel a token's logits have the same bits whatever shares its batch and however its prompt was cut.
+    With the native decoder, and with float32 weights and the native attention kernel, a token's logits have the same bits whatever shares its batch and however
+    its prompt was cut.
     """
 
-    def __init__(self, config: EngineConfig, model: LoadedModel, kv_cache: HostKvCache) -> None:
-        """`kv_cache` has the model's shape and dtype. Raises KernelBuildError when the native kernel is asked for and cannot be had."""
-        num_threads = config.num_threads or torch.get_num_threads()
+    def __init__(self, config: EngineConfig, model: LoadedModel, kv_cache: HostKvCache, native: NativeDecoder | None = None) -> None:
+        """`kv_cache` has the model's shape and dtype; `native` computes the model, its module else. Raises KernelBuildError."""
         layout = kv_cache.layout
         shape = (kv_cache.num_blocks, layout.num_layers, 2, layout.block_size, layout.num_kv_heads, layout.head_dim)
         self._pool = torch.frombuffer(kv_cache.memory, dtype=model.dtype, count=math.prod(shape)).view(shape)
@@ -45,19 +42,24 @@ class TorchDevice:
         self._model = model
         # An id beyond the vocabulary, which some checkpoints name, is never sampled.
         self._eos_token_ids = frozenset(token_id for token_id in model.eos_token_ids if 0 <= token_id < model.vocab_size)
-        self._attention = _attention_backend(config, self._pool, model, num_threads)
+        self._forward: Forward = module_forward(config, model, self._pool) if native is None else NativeForward(native, self._pool, model.final_softcap)
         # The number of threads is told there: OpenMP keeps it for each thread that calls it.
-        self._thread = ThreadPoolExecutor(1, "device", initializer=torch.set_num_threads, initargs=(num_threads,))
+        self._thread = ThreadPoolExecutor(1, "device", initializer=torch.set_num_threads, initargs=(num_threads_of(config),))
+
+    @property
+    def forward(self) -> str:
+        """What computes the model: "native" or "module"."""
+        return self._forward.name
 
     @property
     def attention_backend(self) -> str:
         """The one in force: "native" or "torch"."""
-        return self._attention.name
+        return self._forward.attention_backend
 
     @property
     def batch_invariant(self) -> bool:
         """Whether a token's logits have the same bits in every batch, as the class says."""
-        return self._model.steady and self._attention.batch_invariant
+        return self._forward.batch_invariant
 
     def launch(self, plan: StepPlan) -> Future[StepResult]:
         """See engine.step.Device.
@@ -81,7 +83,7 @@ class TorchDevice:
         sampled: list[tuple[SampledToken, ...]] = [()] * len(plan.chunks)
         prompts: dict[int, tuple[SampledToken, ...]] = {}
         if live:
-            hidden = dict(zip(live, self._forward(list(live.values())), strict=True))
+            hidden = dict(zip(live, self._hidden_states(list(live.values())), strict=True))
             for index, chunk in live.items():
                 if chunk.prompt is not None:
                     try:
@@ -91,13 +93,14 @@ class TorchDevice:
             self._sample({index: chunk for index, chunk in live.items() if chunk.samples and index not in failed}, hidden, sampled, failed)
         return StepResult(sampled, failed, prompts)
 
-    def _forward(self, chunks: Sequence[Chunk]) -> Sequence[torch.Tensor]:
-        """Hidden states of each chunk, [tokens, hidden size]."""
+    def _hidden_states(self, chunks: Sequence[Chunk]) -> Sequence[torch.Tensor]:
+        """Hidden states of each chunk, [tokens, hidden size]: of all its tokens where it asks for its prompt's log probabilities, of the last one else."""
         batch = self._pack(chunks)
-        token_ids = np.fromiter(chain.from_iterable(chunk.token_ids for chunk in chunks), np.int64, batch.num_tokens)
-        positions = np.concatenate([np.arange(chunk.first_position, chunk.first_position + len(chunk.token_ids)) for chunk in chunks])
-        self._attention.begin(batch)
-        return torch.split(self._model.hidden_states(token_ids, positions, self._attention), [len(chunk.token_ids) for chunk in chunks])
+        token_ids = np.fromiter(chain.from_iterable(chunk.token_ids for chunk in chunks), np.int32, batch.num_tokens)
+        ends = batch.chunk_starts[1:].tolist()
+        counts = [len(chunk.token_ids) if chunk.prompt is not None else 1 for chunk in chunks]
+        rows = np.fromiter(chain.from_iterable(range(end - count, end) for end, count in zip(ends, counts, strict=True)), np.int32)
+        return torch.split(self._forward.hidden_states(token_ids, batch, rows), counts)
 
     def _sample(
         self, chunks: Mapping[int, Chunk], hidden: Mapping[int, torch.Tensor], sampled: list[tuple[SampledToken, ...]], failed: dict[int, Exception]
@@ -105,7 +108,7 @@ class TorchDevice:
         """Fills in what `chunks`, all of which ask for tokens, got; everything goes by the index of a chunk in the plan."""
         if not chunks:
             return
-        logits = self._model.logits(torch.stack([hidden[index][-1] for index in chunks]))
+        logits = self._forward.logits(torch.stack([hidden[index][-1] for index in chunks]))
         outcomes = sample(logits, [chunk.samples for chunk in chunks.values()], self._eos_token_ids)
         for index, outcome in zip(chunks, outcomes, strict=True):
             if isinstance(outcome, SequenceError):
@@ -116,7 +119,7 @@ class TorchDevice:
     def _logprobs_of(self, prompt: PromptRow, hidden: torch.Tensor) -> Iterator[SampledToken]:
         for first in range(0, len(prompt.target_token_ids), _MAX_PROMPT_ROWS):
             targets = prompt.target_token_ids[first : first + _MAX_PROMPT_ROWS]
-            yield from prompt_logprobs(self._model.logits(hidden[first : first + len(targets)]), targets, prompt.num_alternatives)
+            yield from prompt_logprobs(self._forward.logits(hidden[first : first + len(targets)]), targets, prompt.num_alternatives)
 
     def _pack(self, chunks: Sequence[Chunk]) -> PackedBatch:
         tables = [chunk.block_table[: self._num_blocks(chunk)] for chunk in chunks]
@@ -147,18 +150,3 @@ class TorchDevice:
         if chunk.first_position < 0 or end > self._model.max_position_embeddings:
             return SequenceError(f"positions {chunk.first_position} to {end - 1} are not all below the model's {self._model.max_position_embeddings}")
         return None
-
-
-def _attention_backend(config: EngineConfig, pool: torch.Tensor, model: LoadedModel, num_threads: int) -> AttentionBackend:
-    if config.attention_backend == "torch":
-        return TorchAttention(pool)
-    if config.attention_backend == "auto":
-        if find_compiler(config.compiler) is None:
-            _log.warning(
-                "no C++ compiler %r: attention runs on torch, slower and not batch-invariant; install one, for instance the package g++", config.compiler
-            )
-            return TorchAttention(pool)
-        if not supports_head_dim(model.head_dim):
-            _log.warning("head_dim %d is not one of the native kernel's: attention runs on torch, slower and not batch-invariant", model.head_dim)
-            return TorchAttention(pool)
-    return NativeAttention(pool, model.num_heads, num_threads, config.cache_dir or default_cache_dir(), config.compiler)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import ByteSize, Field
 
-from engine.config import AttentionBackendName, ConfigError, Dtype, EngineConfig
+from engine.config import AttentionBackendName, ConfigError, Dtype, EngineConfig, ForwardName
 from engine.limits import PolicyName
 from rpc.errors import StartupError
 from rpc.settings import ServiceSettings, flag_of
@@ -57,6 +57,8 @@ class WorkerSettings(ServiceSettings):
     """Reuse the KV of equal prefixes."""
     attention_backend: AttentionBackendName = "auto"
     """native is compiled at first use, torch is the reference, auto takes the best that works and says which."""
+    forward: ForwardName = "auto"
+    """On CPU: native computes a step in one call, module runs transformers' layers, auto is native where it knows the model and says which."""
     cache_dir: Path | None = None
     """Where compiled kernels are kept; default: .cache/tandem in the user's home."""
     compiler: str = "c++"
@@ -102,6 +104,7 @@ _ENGINE_FIELDS = (
     "reserve_output_tokens",
     "enable_prefix_caching",
     "attention_backend",
+    "forward",
     "cache_dir",
     "compiler",
     "num_threads",

@@ -15,11 +15,11 @@ from tests.support.torch_steps import GREEDY, Driven, tiny_device
 CHUNK = Chunk("a", [5] * 40, 0, (1, 2, 3))
 
 
-class HeldModel:
-    """Stands in for a device's model; computes when it may, and says where."""
+class HeldForward:
+    """Stands in for what a device computes with; computes when it may, and says where."""
 
-    def __init__(self, model: object) -> None:
-        self._model = model
+    def __init__(self, forward: object) -> None:
+        self._forward = forward
         self.may_compute = threading.Event()
         self.threads: list[tuple[str, int]] = []
 
@@ -27,15 +27,15 @@ class HeldModel:
         if name == "hidden_states":
             assert self.may_compute.wait(30)
             self.threads.append((threading.current_thread().name, torch.get_num_threads()))
-        return getattr(self._model, name)
+        return getattr(self._forward, name)
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
 def test_steps_run_behind_the_caller_on_one_thread_with_the_configured_number_of_threads(tiny_llama: Path, kernel_cache: Path, num_threads: int) -> None:
     before = torch.get_num_threads()
     device = tiny_device(tiny_llama, kernel_cache, num_threads=num_threads)
-    held = HeldModel(device._model)
-    device._model = held  # type: ignore[assignment]
+    held = HeldForward(device._forward)
+    device._forward = held  # type: ignore[assignment]
     try:
         first = device.launch(StepPlan(0, [CHUNK]))
         assert not first.done()
@@ -54,8 +54,8 @@ def test_steps_run_behind_the_caller_on_one_thread_with_the_configured_number_of
 
 def test_close_waits_for_the_step_in_flight_and_no_step_starts_behind_it(tiny_llama: Path, kernel_cache: Path) -> None:
     device = tiny_device(tiny_llama, kernel_cache)
-    held = HeldModel(device._model)
-    device._model = held  # type: ignore[assignment]
+    held = HeldForward(device._forward)
+    device._forward = held  # type: ignore[assignment]
     step = device.launch(StepPlan(0, [CHUNK]))
     closing = threading.Thread(target=device.close)
     closing.start()

@@ -75,15 +75,15 @@ class LogitsRecorder:
         self.rows: list[torch.Tensor] = []
         self.sizes: list[int] = []
         """Rows computed at a time."""
-        self._model = device._model  # the seam between forward and sampling has no public name
-        device._model = self  # type: ignore[assignment]
+        self._forward = device._forward  # the seam between forward and sampling has no public name
+        device._forward = self  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> object:
-        return getattr(self._model, name)
+        return getattr(self._forward, name)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The model's own."""
-        logits = self._model.logits(hidden)
+        """The forward's own."""
+        logits = self._forward.logits(hidden)
         self.rows.extend(logits.clone())
         self.sizes.append(len(logits))
         return logits

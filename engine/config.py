@@ -17,6 +17,7 @@ ForwardName = Literal["auto", "native", "module"]
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 _DEVICES = ("cpu",)
 _ATTENTION_BACKENDS = ("auto", "native", "torch")
+_VARIANT_BACKENDS = ("torch",)
 _FORWARDS = ("auto", "native", "module")
 _OF_POLICIES = ("prefill_quota", "max_decode_steps")
 
@@ -75,6 +76,11 @@ class EngineConfig:
     """"native" is compiled at first use; "torch" is the reference; "auto" is native where a compiler is, else torch, and says which."""
     forward: ForwardName = "auto"
     """On CPU: "native" computes a step in one call, batch-invariant; "module" runs transformers' layers; "auto" is native where it knows the model."""
+    batch_invariant: bool = False
+    """Promise one order of sums for each token whatever its batch and however its prompt is cut, or refuse to start; False takes what is fastest.
+
+    On CPU the native forward always keeps one; on CUDA products and attention then run on kernels that do.
+    """
     num_threads: int | None = None
     """CPU threads of one step; None leaves torch's own choice."""
     max_stall_s: float = 60.0
@@ -91,6 +97,8 @@ class EngineConfig:
         _one_of("forward", self.forward, _FORWARDS)
         if self.forward == "native" and self.attention_backend == "torch":
             raise ConfigError("forward", "native has its own attention: it cannot run with attention_backend torch")
+        if self.batch_invariant and self.attention_backend in _VARIANT_BACKENDS:
+            raise ConfigError("batch_invariant", f"attention_backend {self.attention_backend} sums by the batch; take auto")
         _one_of("scheduling_policy", self.scheduling_policy, tuple(POLICIES))
         for field in ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_prefill_tokens_per_step", "reserve_output_tokens", *_OF_POLICIES):
             _at_least_one(field, getattr(self, field))

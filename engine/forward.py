@@ -112,8 +112,11 @@ def num_threads_of(config: EngineConfig) -> int:
 
 
 def module_forward(config: EngineConfig, model: LoadedModel, pool: torch.Tensor) -> ModuleForward:
-    """Raises KernelBuildError when the native attention kernel is asked for and cannot be had."""
-    return ModuleForward(model, _attention_backend(config, pool, model))
+    """Raises KernelBuildError when the native attention kernel is asked for and cannot be had, ConfigError when `batch_invariant` is asked for and cannot."""
+    forward = ModuleForward(model, _attention_backend(config, pool, model))
+    if config.batch_invariant and not forward.batch_invariant:
+        raise ConfigError("batch_invariant", f"{_why_variant(model)}, so that sums go by the batch; float32 or a model that forward native knows gives it")
+    return forward
 
 
 def _described(model: LoadedModel) -> tuple[Decoder, str] | tuple[None, str]:
@@ -126,16 +129,27 @@ def _described(model: LoadedModel) -> tuple[Decoder, str] | tuple[None, str]:
     return (None, reason) if reason else (decoder, "")
 
 
+def _why_variant(model: LoadedModel) -> str:
+    """What of a module with native attention is not batch-invariant."""
+    if model.dtype_name != "float32":
+        return f"the model runs on transformers' module in {model.dtype_name}"
+    return "the model runs on transformers' module with an activation that is not known here"
+
+
 def _attention_backend(config: EngineConfig, pool: torch.Tensor, model: LoadedModel) -> AttentionBackend:
     if config.attention_backend == "torch":
         return TorchAttention(pool)
-    if config.attention_backend == "auto":
-        if find_compiler(config.compiler) is None:
-            _log.warning(
-                "no C++ compiler %r: attention runs on torch, slower and not batch-invariant; install one, for instance the package g++", config.compiler
-            )
-            return TorchAttention(pool)
-        if not supports_head_dim(model.head_dim):
-            _log.warning("head_dim %d is not one of the native kernel's: attention runs on torch, slower and not batch-invariant", model.head_dim)
-            return TorchAttention(pool)
+    reason = _why_no_native_attention(config, model) if config.attention_backend == "auto" else ""
+    if reason and config.batch_invariant:
+        raise ConfigError("batch_invariant", f"{reason}, and torch's attention sums by the batch")
+    if reason:
+        _log.warning("%s: attention runs on torch, slower and not batch-invariant", reason)
+        return TorchAttention(pool)
     return NativeAttention(pool, model.num_heads, num_threads_of(config), config.cache_dir or default_cache_dir(), config.compiler)
+
+
+def _why_no_native_attention(config: EngineConfig, model: LoadedModel) -> str:
+    """Empty if there is one."""
+    if find_compiler(config.compiler) is None:
+        return f"no C++ compiler {config.compiler!r} (install one, for instance the package g++)"
+    return "" if supports_head_dim(model.head_dim) else f"head_dim {model.head_dim} is not one of the native kernel's"

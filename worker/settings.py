@@ -59,6 +59,9 @@ class WorkerSettings(ServiceSettings):
     """native is compiled at first use, torch is the reference, auto takes the best that works and says which."""
     forward: ForwardName = "auto"
     """On CPU: native computes a step in one call, module runs transformers' layers, auto is native where it knows the model and says which."""
+    batch_invariant: bool = False
+    """Equal prompts and seeds give equal tokens whatever else is computed and however prompts are cut, or the worker does not start. On CPU --forward native
+    always gives it, in every dtype; on CUDA it takes kernels that keep one order of sums and are slower."""
     cache_dir: Path | None = None
     """Where compiled kernels are kept; default: .cache/tandem in the user's home."""
     compiler: str = "c++"
@@ -105,6 +108,7 @@ _ENGINE_FIELDS = (
     "enable_prefix_caching",
     "attention_backend",
     "forward",
+    "batch_invariant",
     "cache_dir",
     "compiler",
     "num_threads",

@@ -197,4 +197,4 @@ def test_auto_without_a_compiler_says_that_it_runs_on_torch(tiny_llama: Path, ca
     config = EngineConfig(tiny_llama, num_blocks=8, max_model_len=64, compiler="no-such-compiler", num_threads=1)
     device = build_torch_engine_parts(config)[2]
     assert (device.attention_backend, device.batch_invariant) == ("torch", False)
-    assert "no C++ compiler 'no-such-compiler': attention runs on torch" in caplog.text
+    assert "no C++ compiler 'no-such-compiler' (install one, for instance the package g++): attention runs on torch" in caplog.text

@@ -223,6 +223,7 @@ def test_bad_settings_name_their_flag(argv: list[str], flag: str, capsys: pytest
     [
         (["--num-blocks", "1", "--kv-cache-memory", "1GiB"], r"^--num-blocks: give num_blocks or kv_cache_memory, not both"),
         (["--max-num-seqs", "64", "--max-num-batched-tokens", "32", "--max-prefill-tokens-per-step", "32"], r"^--max-num-seqs: 64 sequences do not fit a step"),
+        (["--batch-invariant", "--attention-backend", "torch"], r"^--batch-invariant: attention_backend torch sums by the batch"),
     ],
 )
 def test_an_engine_configuration_that_cannot_work_names_its_flag(argv: list[str], text: str) -> None:
@@ -235,6 +236,12 @@ def test_an_engine_configuration_that_cannot_work_names_its_flag(argv: list[str]
 def test_the_pools_size_may_be_given_in_units(given: str, num_bytes: int) -> None:
     settings = load_settings(DecodeSettings, ["--model", "m", "--kv-cache-memory", given], prog="decode")
     assert settings.engine_config().kv_cache_memory == num_bytes
+
+
+def test_batch_invariance_is_a_flag_of_both_workers() -> None:
+    for cls, prog in ((PrefillSettings, "prefill"), (DecodeSettings, "decode")):
+        assert load_settings(cls, ["--model", "m", "--batch-invariant"], prog=prog).engine_config().batch_invariant
+        assert not load_settings(cls, ["--model", "m"], prog=prog).engine_config().batch_invariant
 
 
 def test_every_size_is_a_flag_of_both_workers() -> None:

@@ -92,12 +92,14 @@ def _norm(norm: Any, name: str) -> Norm:
 
 
 def _linear(*parts: Any) -> Linear:
-    """Parts along the outputs."""
+    """Parts along the outputs, the module's own parameters."""
     biases = [part.bias for part in parts]
     bias = None
     if any(each is not None for each in biases):
-        bias = torch.cat([torch.zeros(len(part.weight)) if each is None else each.detach().float() for part, each in zip(parts, biases, strict=True)])
-    return Linear(tuple(part.weight.detach() for part in parts), bias)
+        bias = torch.cat(
+            [part.weight.new_zeros(len(part.weight)).float() if each is None else each.detach().float() for part, each in zip(parts, biases, strict=True)]
+        )
+    return Linear(tuple(part.weight for part in parts), bias)
 
 
 def _ropes(rotary: Any, name: str) -> tuple[tuple[Rope, ...], dict[str, int]]:

@@ -81,7 +81,7 @@ class FusedForward:
         scratch = self._scratch.first(batch.num_tokens)
         decoder = self._decoder
         torch.index_select(decoder.embedding, 0, token_ids, out=scratch.product)
-        scratch.residual.copy_(scratch.product).mul_(decoder.embedding_scale)
+        torch.mul(scratch.product, decoder.embedding_scale, out=scratch.residual)
         self._operations.norm(scratch.residual, None, decoder.layers[0].input_norm, scratch.normed)
         for index, (layer, following) in enumerate(pairwise((*decoder.layers, None))):
             assert layer is not None

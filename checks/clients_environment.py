@@ -22,7 +22,7 @@ class InstallError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """A virtual environment in FOLDER."""
+    """A virtual environment in `folder`."""
 
     name: str
     packages: tuple[str, ...]
@@ -34,11 +34,12 @@ class Environment:
     alters: tuple[str, ...] = ()
     """Packages that are taken out again."""
     alias: str = ""
-    """A further name under which the distribution is found."""
+    """A further name under which the distribution is found, and where it is another one, its version: vllm, vllm==0.32.0+cpu."""
+    folder: Path = FOLDER
 
     @property
     def path(self) -> Path:
-        return FOLDER.absolute() / self.name
+        return self.folder.absolute() / self.name
 
     @property
     def python(self) -> Path:
@@ -86,10 +87,11 @@ class Environment:
     def _add_alias(self) -> None:
         ask = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
         site = Path(_run([str(self.python), "-c", ask]).strip())
-        number = self.packages[0].partition("==")[2]
-        folder = site / f"{self.alias}-{number}.dist-info"
+        name, _, other = self.alias.partition("==")
+        number = other or self.packages[0].partition("==")[2]
+        folder = site / f"{name}-{number.partition('+')[0]}.dist-info"
         folder.mkdir()
-        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {self.alias}\nVersion: {number}\n")
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n")
 
 
 def _own_torch() -> str:

@@ -23,7 +23,7 @@ _MEMCPY, _INK, _QUIET = "#9aa0a6", "#202124", "#5f6368"
 _SEGMENT_COLOURS = ("#0b6e99", "#4f9fbf", "#a6cee3", "#d9d9d9", "#c8553d", "#efefef", "#f7f7f7")
 _GOAL_MIB = 64
 _DARK = (RESERVE, CONFIRM)
-_STYLE = {
+STYLE = {
     "font.size": 9,
     "axes.titlesize": 10,
     "axes.titleweight": "bold",
@@ -41,7 +41,7 @@ _STYLE = {
 
 def plot(details: Details, path: Path) -> Path:
     """Draws what there is, and returns the picture's path."""
-    with pyplot.style.context(_STYLE):
+    with pyplot.style.context(STYLE):
         figure, axes = pyplot.subplots(2, 3, figsize=(15, 7.6), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12))
         machine = details["machine"]
         title = f"Hand-over of KV blocks between two processes, one core each ({machine['num_cores']} cores)"

@@ -67,12 +67,12 @@ def markdown(report: Details) -> str:
     return "\n\n".join([head, *(["\n".join(missed)] if missed else []), *(sheet.markdown() for sheet in sheets(report)), "\n".join(absent)])
 
 
-def updated(document: str, text: str) -> str:
-    """The document with `text` in place of what stands between its two marks. Raises ValueError when it has no such marks."""
-    before, begin, rest = document.partition(f"<!-- {TARGET} -->")
-    _, end, after = rest.partition(f"<!-- /{TARGET} -->")
+def updated(document: str, text: str, target: str = TARGET) -> str:
+    """The document with `text` in place of what stands between the target's two marks. Raises ValueError when it has no such marks."""
+    before, begin, rest = document.partition(f"<!-- {target} -->")
+    _, end, after = rest.partition(f"<!-- /{target} -->")
     if not begin or not end:
-        raise ValueError(f"the document has no marks of {TARGET}")
+        raise ValueError(f"the document has no marks of {target}")
     return f"{before}{begin}\n\n{text.strip()}\n\n{end}{after}"
 
 

@@ -100,8 +100,12 @@ def _matmul_kernel(
     weight_tile = weight + n.to(tl.int64)[None, :] * weight_stride + k[:, None]
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in range(0, NUM_INPUTS, BLOCK_K):
-        rows = tl.load(x_tile + first, mask=(m[:, None] < num_rows) & (first + k[None, :] < NUM_INPUTS), other=0.0)
-        columns = tl.load(weight_tile + first, mask=(n[None, :] < num_outputs) & (first + k[:, None] < NUM_INPUTS), other=0.0)
+        row_mask, column_mask = m[:, None] < num_rows, n[None, :] < num_outputs
+        if NUM_INPUTS % BLOCK_K:
+            row_mask &= first + k[None, :] < NUM_INPUTS
+            column_mask &= first + k[:, None] < NUM_INPUTS
+        rows = tl.load(x_tile + first, mask=row_mask, other=0.0)
+        columns = tl.load(weight_tile + first, mask=column_mask, other=0.0)
         if WIDEN:  # the interpreter's bfloat16 is broken
             rows = rows.to(tl.float32)
             columns = columns.to(tl.float32)

@@ -75,9 +75,10 @@ def headline(report: Details) -> str:
     """What it was measured on, and how fast that is."""
     machine, limits = report["machine"], report["limits"]
     busiest = max(report["others_share"].values(), default=0.0)
+    rounds = f"{report['rounds']} {'round' if report['rounds'] == 1 else 'rounds'}"
     return (
         f"{machine['num_cores']} cores, {machine['memory_gib']:g} GiB of memory, Linux {machine['kernel']}; {report['model']} in bfloat16; "
-        f"reading {_spread(limits['read_gb_per_s'], 1)} GB/s, bfloat16 matmul {_spread(limits['matmul_gflop_per_s'], 0)} GFLOP/s; {report['rounds']} {'round' if report['rounds'] == 1 else 'rounds'}; "
+        f"reading {_spread(limits['read_gb_per_s'], 1)} GB/s, bfloat16 matmul {_spread(limits['matmul_gflop_per_s'], 0)} GFLOP/s; {rounds}; "
         f"other processes took at most {busiest:.0%} of the cores."
     )
 

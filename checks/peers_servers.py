@@ -151,7 +151,7 @@ class VllmPeer:
         return {
             "LD_PRELOAD": ":".join(preloaded),
             "VLLM_CPU_KVCACHE_SPACE": str(KV_GIB),
-            "VLLM_CPU_OMP_THREADS_BIND": _ranges(cores()),
+            "VLLM_CPU_OMP_THREADS_BIND": core_ranges(cores()),
             # Its cache of whole compiled models fails to load in this build, and each start would compile anew.
             "VLLM_USE_AOT_COMPILE": "0",
             "HF_HUB_OFFLINE": "1",
@@ -233,8 +233,8 @@ def _free_port() -> int:
         return port
 
 
-def _ranges(numbers: Sequence[int]) -> str:
-    """0-3,8 for 0, 1, 2, 3, 8."""
+def core_ranges(numbers: Sequence[int]) -> str:
+    """As VLLM_CPU_OMP_THREADS_BIND names them: 0-3,8 for 0, 1, 2, 3, 8."""
     found: list[list[int]] = []
     for number in sorted(numbers):
         if found and number == found[-1][1] + 1:

@@ -17,6 +17,7 @@ from engine.kernels.build import default_cache_dir, find_compiler
 from engine.kernels.native import NativeAttention, supports_head_dim
 from engine.kernels.native_decoder import NativeDecoder, why_not_native
 from engine.model import LoadedModel
+from engine.strict_sums import sums_are_strict
 
 _log = logging.getLogger(__name__)
 
@@ -45,12 +46,12 @@ class ModuleForward:
 
     name = "module"
 
-    def __init__(self, model: LoadedModel, attention: AttentionBackend) -> None:
+    def __init__(self, model: LoadedModel, attention: AttentionBackend, num_threads: int) -> None:
         """`attention` is over the pool."""
         self._model = model
         self._attention = attention
         self.attention_backend = attention.name
-        self.batch_invariant = model.steady and attention.batch_invariant
+        self.batch_invariant = model.steady and attention.batch_invariant and (num_threads == 1 or sums_are_strict())
 
     def hidden_states(self, token_ids: npt.NDArray[np.int32], batch: PackedBatch, rows: npt.NDArray[np.int32]) -> torch.Tensor:
         """See Forward."""
@@ -113,9 +114,9 @@ def num_threads_of(config: EngineConfig) -> int:
 
 def module_forward(config: EngineConfig, model: LoadedModel, pool: torch.Tensor) -> ModuleForward:
     """Raises KernelBuildError when the native attention kernel is asked for and cannot be had, ConfigError when `batch_invariant` is asked for and cannot."""
-    forward = ModuleForward(model, _attention_backend(config, pool, model))
+    forward = ModuleForward(model, _attention_backend(config, pool, model), num_threads_of(config))
     if config.batch_invariant and not forward.batch_invariant:
-        raise ConfigError("batch_invariant", f"{_why_variant(model)}, so that sums go by the batch; float32 or a model that forward native knows gives it")
+        raise ConfigError("batch_invariant", f"{_why_variant(model)}, so that sums go by the batch; float32, or a model that forward native knows, gives it")
     return forward
 
 
@@ -133,7 +134,9 @@ def _why_variant(model: LoadedModel) -> str:
     """What of a module with native attention is not batch-invariant."""
     if model.dtype_name != "float32":
         return f"the model runs on transformers' module in {model.dtype_name}"
-    return "the model runs on transformers' module with an activation that is not known here"
+    if not model.steady:
+        return "the model runs on transformers' module with an activation that is not known here"
+    return "the model runs on transformers' module in several threads, and MKL is not in its strict mode"
 
 
 def _attention_backend(config: EngineConfig, pool: torch.Tensor, model: LoadedModel) -> AttentionBackend:

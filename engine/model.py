@@ -22,6 +22,7 @@ from engine.config import Dtype
 from engine.experts import EXPERTS_NAME, register_steady_experts
 from engine.fingerprint import model_fingerprint
 from engine.rows import num_padded, padded
+from engine.strict_sums import ask_for_strict_sums
 
 _TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -45,7 +46,7 @@ class LoadedModel:
     final_softcap: float | None
     """Logits go through `softcap * tanh(logits / softcap)`."""
     steady: bool
-    """With attention that is batch-invariant, a token's hidden state and logits have the same bits in every batch and on every place in it."""
+    """With attention that is batch-invariant, and strict sums or one thread, a token's hidden state and logits have the same bits in every batch."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -75,6 +76,7 @@ def load_model(directory: Path, dtype: Dtype = "auto", device: str = "cpu") -> L
     So the files must not be rewritten in place while a process serves them: replace them by a rename. Raises UnsupportedModelError before anything large
     is read, ModelError for files that are missing, torn or do not fit the architecture.
     """
+    ask_for_strict_sums()
     raw = _read_json(directory, "config.json")
     refuse_unsupported(raw)
     if not any(directory.glob("*.safetensors")):

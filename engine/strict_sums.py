@@ -14,7 +14,7 @@ _CURRENT = -1
 
 
 def ask_for_strict_sums() -> None:
-    """For the whole process, unless MKL was told something else; has no effect once MKL has computed or was asked anything. Costs no time that could be measured."""
+    """For the whole process, unless MKL was told something else; has no effect once MKL has computed or was asked anything. Costs nothing measurable."""
     os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # its only public way in: torch has MKL inside and does not pass its functions on
 
 

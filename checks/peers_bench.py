@@ -76,13 +76,11 @@ class Bench:
         for phase in phases(self._num_rounds, with_transformers=not quick()):
             name = f"{phase.server}, round {' and '.join(str(each + 1) for each in phase.rounds)}"
             print(f"  {name}", flush=True)
-            self._others.begin()
-            await (self._run_transformers(phase) if phase.server == TRANSFORMERS else self._run_server(phase))
-            self._others.end(name)
+            await (self._run_transformers(phase, name) if phase.server == TRANSFORMERS else self._run_server(phase, name))
             if phase.server != TRANSFORMERS and not quick():
                 await self._measure_limits()
 
-    async def _run_server(self, phase: Phase) -> None:
+    async def _run_server(self, phase: Phase, name: str) -> None:
         peer = self._peers[phase.server]
         try:
             await peer.start()
@@ -92,9 +90,11 @@ class Bench:
                 if isinstance(peer, TandemPeer) and not quick():
                     doors.append((GRPC, await targets.enter_async_context(_opened(TandemTarget(peer.grpc_address))), _GRPC_CELLS))
                 await warm_up(target, self._size.vocab_size, phase.rounds[0], short=quick())
+                self._others.begin()  # behind the start, whose compilers are gone and would count as others
                 for each in phase.rounds:
                     for server, door, cells in doors:
                         await self._measure(server, door, cells, each)
+                self._others.end(name)
         finally:
             await peer.stop()
 
@@ -106,13 +106,15 @@ class Bench:
             self.results.add(cell, server, reading)
             print(f"    {cell.name}: {cell.figure} {getattr(reading, cell.figure):,.1f} in {reading.seconds:.1f} s", flush=True)
 
-    async def _run_transformers(self, phase: Phase) -> None:
+    async def _run_transformers(self, phase: Phase, name: str) -> None:
+        self._others.begin()
         for each in phase.rounds:
             seed = _SEEDS_PER_ROUND * each + CELLS.index(EIGHT)
             arguments = ["-m", "checks.peers_transformers", f"--model={self._model}", f"--threads={len(cores())}", f"--seed={seed}"]
             found = await _run_child(TRANSFORMERS, arguments)
             self.results.transformers.append(found["output_tokens"] / found["seconds"])
             print(f"    {EIGHT.name}: output_tokens_per_s {self.results.transformers[-1]:,.1f} in {found['seconds']:.1f} s", flush=True)
+        self._others.end(name)
 
     async def _measure_limits(self) -> None:
         self._limits.append(Limits(**await _run_child("limits", ["-m", "checks.peers_limits", f"--threads={len(cores())}"])))

@@ -26,13 +26,17 @@ _WIDTH = 0.8
 
 def plot(details: Details, path: Path) -> Path:
     """Draws what there is, and returns the picture's path."""
+    latencies = [cell for cell in details.get("cells", []) if cell["figure"] in _LATENCY and cell["ratio"]["median"] is not None]
     with pyplot.style.context(STYLE):
-        figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.8), layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12), width_ratios=(1.4, 1, 1.2))
+        widths = (1.4, *(0.5 for _ in latencies), 1.1)
+        layout = ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.12)
+        figure, axes = pyplot.subplots(1, len(widths), figsize=(15, 4.8), layout=layout, width_ratios=widths)
         figure.suptitle("Tandem beside its peers, one machine, the same requests by turns", x=0.01, ha="left", weight="bold", size=13)
         figure.supxlabel(headline(details), x=0.01, ha="left", size=8, color=_QUIET)
         _draw_rates(axes[0], details)
-        _draw_latencies(axes[1], details)
-        _draw_limits(axes[2], details)
+        for each, cell in zip(axes[1:], latencies, strict=False):
+            _draw_latency(each, cell)
+        _draw_limits(axes[-1], details)
         path.parent.mkdir(exist_ok=True)
         figure.savefig(path, dpi=130)
         pyplot.close(figure)
@@ -75,17 +79,9 @@ def _draw_rates(axes: Axes, details: Details) -> None:
     axes.legend(loc="upper left", fontsize=8)
 
 
-def _draw_latencies(axes: Axes, details: Details) -> None:
-    axes.set_title("Latency, ms: lower is better")
-    groups = [
-        (f"{_LATENCY[cell['figure']]}, {_named(cell)}", {server: cell["servers"][server][cell["figure"]] for server in (TANDEM, VLLM)})
-        for cell in details.get("cells", [])
-        if cell["figure"] in _LATENCY and all(cell["servers"][server][cell["figure"]]["median"] is not None for server in (TANDEM, VLLM))
-    ]
-    _bars(axes, groups, 1)
-    if not groups:
-        axes.annotate("not in this run", (0.5, 0.5), xycoords="axes fraction", ha="center", color=_QUIET)
-        axes.set_yticks([])
+def _draw_latency(axes: Axes, cell: Mapping[str, Any]) -> None:
+    axes.set_title(f"{_LATENCY[cell['figure']]}, ms")
+    _bars(axes, [(_named(cell), {server: cell["servers"][server][cell["figure"]] for server in (TANDEM, VLLM)})], 1)
 
 
 def _draw_limits(axes: Axes, details: Details) -> None:

@@ -14,10 +14,11 @@ import time
 from pathlib import Path
 
 from engine.errors import EngineError
+from engine.kernels.isa import Isa, compiler_flags
 
 _log = logging.getLogger(__name__)
 
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-ffp-contract=fast", "-Wno-psabi")
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-ffp-contract=fast", "-Wno-psabi")
 _COMPILE_TIMEOUT_S = 300.0
 _CPU_KEYS = frozenset({"vendor_id", "cpu family", "model", "model name", "flags", "Features", "CPU implementer", "CPU architecture", "CPU variant", "CPU part"})
 
@@ -39,7 +40,7 @@ def find_compiler(compiler: str) -> str | None:
     return shutil.which(compiler)
 
 
-def build_shared_library(source: Path, cache_dir: Path, compiler: str) -> Path:
+def build_shared_library(source: Path, cache_dir: Path, compiler: str, isa: Isa = "native") -> Path:
     """Returns the shared library of `source`, compiled if the cache has none for this source, compiler, flags and CPU.
 
     Several processes may build at once: each writes a name of its own and renames it. Raises KernelBuildError.
@@ -47,19 +48,20 @@ def build_shared_library(source: Path, cache_dir: Path, compiler: str) -> Path:
     path = find_compiler(compiler)
     if path is None:
         raise KernelBuildError(f"no C++ compiler {compiler!r} found: install one (for instance the package g++)")
-    target = cache_dir / "kernels" / f"{source.stem}-{_key(source, path)}.so"
+    flags = (*_FLAGS, *compiler_flags(isa))
+    target = cache_dir / "kernels" / f"{source.stem}-{_key(source, path, flags)}.so"
     _own_directory(target.parent)
     if not target.is_file():
-        _compile(source, target, path)
+        _compile(source, target, path, flags)
     return target
 
 
-def _compile(source: Path, target: Path, compiler: str) -> None:
+def _compile(source: Path, target: Path, compiler: str, flags: tuple[str, ...]) -> None:
     started = time.monotonic()
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         built = Path(scratch) / target.name
         try:
-            done = subprocess.run([compiler, *_FLAGS, str(source), "-o", str(built)], capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False)
+            done = subprocess.run([compiler, *flags, str(source), "-o", str(built)], capture_output=True, text=True, timeout=_COMPILE_TIMEOUT_S, check=False)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise KernelBuildError(f"{compiler}: {error}") from error
         if done.returncode != 0:
@@ -68,7 +70,7 @@ def _compile(source: Path, target: Path, compiler: str) -> None:
     _log.info("compiled %s in %.1f s", target.name, time.monotonic() - started)
 
 
-def _key(source: Path, compiler: str) -> str:
+def _key(source: Path, compiler: str, flags: tuple[str, ...]) -> str:
     digest = hashlib.sha256(source.read_bytes())
     for header in sorted(source.parent.glob("*.h")):
         digest.update(header.read_bytes())
@@ -76,7 +78,7 @@ def _key(source: Path, compiler: str) -> str:
         version = subprocess.run([compiler, "--version"], capture_output=True, timeout=_COMPILE_TIMEOUT_S, check=False).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         raise KernelBuildError(f"{compiler}: {error}") from error
-    for part in (compiler.encode(), version, " ".join(_FLAGS).encode(), _cpu().encode()):
+    for part in (compiler.encode(), version, " ".join(flags).encode(), _cpu().encode()):
         digest.update(b"\0" + part)
     return digest.hexdigest()[:24]
 

@@ -4,15 +4,15 @@
 // The residual stream, queries before they are rotated, and all sums are float32; what enters a product is in the weights' type. A row goes through the same
 // operations in the same order whatever else is in the step (linear.h, attention.h, rows.h), so its bits depend on its own sequence only.
 
-#include <memory>
-
 #include "attention.h"
+#include "buffer.h"
+#include "pack.h"
 #include "rows.h"
 #include "team.h"
 
 namespace {
 
-// The following structures are mirrored by engine/kernels/native_decoder.py.
+// The following structures are mirrored by engine/kernels/structures.py.
 
 struct Rope {
   const float* frequencies;  // radians a position
@@ -35,27 +35,6 @@ struct Decoder {
   Norm final_norm;
   float embedding_scale;
   int32_t num_layers, num_ropes, hidden_size, inner_size, num_heads, num_kv_heads, head_dim, vocab_size, activation;
-};
-
-// Memory that grows and is not cleared.
-template <typename E>
-class Buffer {
- public:
-  E* fit(size_t size) {
-    if (size > capacity_) {
-      elements_.reset(static_cast<E*>(aligned_alloc(64, (size * sizeof(E) + 63) / 64 * 64)));
-      capacity_ = size;
-    }
-    return elements_.get();
-  }
-  E* get() const { return elements_.get(); }
-
- private:
-  struct Free {
-    void operator()(E* p) const { free(p); }
-  };
-  std::unique_ptr<E, Free> elements_;
-  size_t capacity_ = 0;
 };
 
 class AnyModel {
@@ -111,11 +90,10 @@ class Model : public AnyModel {
   }
 
  private:
-  static constexpr int kPhasesInLayer = 10, kOtherPhases = 8, kRowsAtOnce = 4;
+  static constexpr int kPhasesInLayer = 10, kOtherPhases = 8, kRowsOfPhase = 4;
 
   int qkv_size() const { return (d_.num_heads + 2 * d_.num_kv_heads) * d_.head_dim; }
   int attended_size() const { return d_.num_heads * d_.head_dim; }
-  static int padded(int size) { return (size + kLanes - 1) / kLanes * kLanes; }
 
   void begin(const Batch& batch, int num_tokens) {
     batch_tokens_ = num_tokens;
@@ -124,8 +102,8 @@ class Model : public AnyModel {
     normed_.fit(n * padded(d_.hidden_size));
     share_.fit(n * padded(d_.hidden_size));
     qkv_.fit(n * qkv_size());
-    query_.fit(n * attended_size());
-    attended_.fit(n * attended_size());
+    query_.fit(n * padded(attended_size()));
+    attended_.fit(n * padded(attended_size()));
     inner_.fit(n * padded(d_.inner_size));
     positions_.fit(n);
     blocks_.fit(n);
@@ -147,6 +125,9 @@ class Model : public AnyModel {
     team_.run([&](int thread) {
       int phase = 0;
       step(thread, phase);
+#if defined(TANDEM_TILES)
+      release_tiles();
+#endif
     });
   }
 
@@ -160,8 +141,8 @@ class Model : public AnyModel {
 
   template <typename Work>
   void each_row(int& phase, int num_rows, Work work) {
-    each(phase, (num_rows + kRowsAtOnce - 1) / kRowsAtOnce, [&](int i) {
-      for (int row = i * kRowsAtOnce; row < std::min(num_rows, (i + 1) * kRowsAtOnce); ++row) work(row);
+    each(phase, (num_rows + kRowsOfPhase - 1) / kRowsOfPhase, [&](int i) {
+      for (int row = i * kRowsOfPhase; row < std::min(num_rows, (i + 1) * kRowsOfPhase); ++row) work(row);
     });
   }
 
@@ -171,12 +152,15 @@ class Model : public AnyModel {
     std::atomic<int>& counter = counters_[phase++];
     const Stored* panels = static_cast<const Stored*>(linear.panels);
     const size_t step = size_t(linear.num_inputs) * kPanel;
-    int panel = counter.fetch_add(1, std::memory_order_relaxed);
-    while (panel < linear.num_panels) {
+    const int count = linear.num_panels * ((num_rows + kRowsOfPanel - 1) / kRowsOfPanel);
+    int unit = counter.fetch_add(1, std::memory_order_relaxed);
+    while (unit < count) {
       const int next = counter.fetch_add(1, std::memory_order_relaxed);
-      multiply_panel<T>(panels + panel * step, x, padded(size), num_rows, linear.num_inputs, panels + std::min(next, linear.num_panels - 1) * step,
-                        [&](int row, int vector, const Floats* sums) { emit(row, panel * kPanel + vector * kLanes, sums); });
-      panel = next;
+      const int panel = unit % linear.num_panels, first = unit / linear.num_panels * kRowsOfPanel;
+      const Stored* ahead = panels + std::min(next, count - 1) % linear.num_panels * step;
+      multiply_panel<T>(panels + panel * step, x + size_t(first) * padded(size), padded(size), std::min(kRowsOfPanel, num_rows - first), linear.num_inputs, ahead,
+                        [&](int row, int vector, const Floats* sums) { emit(first + row, panel * kPanel + vector * kLanes, sums); });
+      unit = next;
     }
     team_.barrier();
   }
@@ -216,7 +200,7 @@ class Model : public AnyModel {
     int size;
     void operator()(int row, int first, const Floats* sums) const {
       static_assert(kVectors == 2, "a gate and what it gates come together");
-      if (first / 2 < size) P::store(out + size_t(row) * padded(size) + first / 2, activated(how, sums[0]) * sums[1]);
+      if (first / 2 < size) P::store(out + size_t(row) * padded(size) + first / 2, activated<std::is_same_v<T, BFloat16>>(how, sums[0]) * sums[1]);
     }
   };
 
@@ -325,7 +309,7 @@ class Model : public AnyModel {
         if (norm.weight != nullptr) normalize(head, norm, head_dim, head);
         rotate(head, cosines, cosines + num_frequencies, num_frequencies);
         if (h < num_heads) {
-          for (int i = 0; i < head_dim; i += kLanes) P::store(query_.get() + size_t(t) * attended_size() + h * head_dim + i, Float32::load(head + i));
+          for (int i = 0; i < head_dim; i += kLanes) P::store(query_.get() + size_t(t) * padded(attended_size()) + h * head_dim + i, Float32::load(head + i));
         } else {
           const float* value = head + num_kv_heads * head_dim;
           Stored* slot = kv.key(table, positions_.get()[t], h - num_heads);
@@ -339,9 +323,17 @@ class Model : public AnyModel {
   }
 
   void attention(int& phase, int thread, const Batch& batch, const Layer& layer, const KvLayer<T>& kv, const std::vector<Item>& items) {
-    const Packed query{query_.get(), attended_size(), d_.head_dim}, out{attended_.get(), attended_size(), d_.head_dim};
-    const int count = int(items.size());
-    each(phase, count, [&](int i) { Attending<T, typename P::Scalar>(batch, kv, items[count - 1 - i], layer.scores, scratch_[thread]).run(query, out); });
+    const Packed query{query_.get(), padded(attended_size()), d_.head_dim}, out{attended_.get(), padded(attended_size()), d_.head_dim};
+    std::atomic<int>& counter = counters_[phase++];
+    const auto take = [&]() -> const Item* {
+      const int i = counter.fetch_add(1, std::memory_order_relaxed);
+      return i < int(items.size()) ? &items[items.size() - 1 - i] : nullptr;
+    };
+    for (const Item *item = take(), *next; item != nullptr; item = next) {
+      next = take();
+      Attending<T, typename P::Scalar>(batch, kv, *item, next, layer.scores, scratch_[thread]).run(query, out);
+    }
+    team_.barrier();
   }
 
   // From here on row i is what row rows[i] was.
@@ -350,7 +342,8 @@ class Model : public AnyModel {
       for (int i = 0; i < num_rows; ++i) {
         if (rows[i] == i) continue;
         memcpy(residual_.get() + size_t(i) * padded(d_.hidden_size), residual_.get() + size_t(rows[i]) * padded(d_.hidden_size), d_.hidden_size * sizeof(float));
-        memcpy(attended_.get() + size_t(i) * attended_size(), attended_.get() + size_t(rows[i]) * attended_size(), attended_size() * sizeof(Activated));
+        const size_t size = padded(attended_size());
+        memcpy(attended_.get() + i * size, attended_.get() + rows[i] * size, size * sizeof(Activated));
       }
     });
   }
@@ -373,22 +366,9 @@ class Model : public AnyModel {
   int batch_tokens_ = 0;
 };
 
-// weights [outputs][inputs] into panels from output `first` of the packed matrix on; gates and what they gate take turns by 16.
-template <typename T>
-void pack(const typename T::Stored* weights, int num_outputs, int num_inputs, int first, int interleave, typename T::Stored* panels) {
-  constexpr int kInputs = Product<T>::kInputs;
-  for (int o = 0; o < num_outputs; ++o) {
-    const int at = interleave < 0 ? first + o : o / kLanes * 2 * kLanes + interleave * kLanes + o % kLanes;
-    typename T::Stored* panel = panels + size_t(at / kPanel) * num_inputs * kPanel + at % kPanel * kInputs;
-    const typename T::Stored* row = weights + size_t(o) * num_inputs;
-    for (int i = 0; i < num_inputs; i += kInputs)
-      for (int j = 0; j < kInputs; ++j) panel[size_t(i) * kPanel + j] = row[i + j];
-  }
-}
-
 }  // namespace
 
-// dtype everywhere: 0 float32, 1 bfloat16, 2 float16, of weights and pool. Sizes: inputs of every product are even in bfloat16, head_dim is a multiple of 16.
+// dtype everywhere: 0 float32, 1 bfloat16, 2 float16, of weights and pool. Sizes: head_dim is a multiple of 16.
 
 extern "C" void tandem_pack(int32_t dtype, const void* weights, int32_t num_outputs, int32_t num_inputs, int32_t first, int32_t interleave, void* panels) {
   switch (dtype) {

@@ -35,7 +35,13 @@ struct BFloat16 {
   static Floats load(const Stored* p) {
     return (Floats)(__builtin_convertvector(load_as<Halves>(p), Words) << 16);
   }
+#if defined(__AVX512BF16__)
   static void store(Stored* p, Floats x) {  // round to nearest even, NaN stays NaN
+    const __m256bh halves = _mm512_cvtneps_pbh((__m512)x);
+    memcpy(p, &halves, sizeof halves);
+  }
+#else
+  static void store(Stored* p, Floats x) {
     Words bits = (Words)x;
     Words rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
     Words is_nan = (Words)(x != x);
@@ -43,6 +49,7 @@ struct BFloat16 {
     Halves halves = __builtin_convertvector(rounded, Halves);
     memcpy(p, &halves, sizeof halves);
   }
+#endif
 };
 
 struct Float16 {
@@ -92,6 +99,31 @@ inline Floats exp_nonpositive(Floats x) {
   y = y * (r * r) + r + 1.0f;
   Ints exponent = ((Ints)shifted - (Ints)shift + 127) << 23;
   return y * (Floats)exponent;
+}
+
+// 2^x for x up to 2, within 3e-6 of it, exactly 1 at 0: enough for what is rounded to bfloat16. Anything below -125 gives 2^-125, NaN stays NaN.
+inline Floats exp2_coarse(Floats x) {
+  x = x < -125.0f ? all(-125.0f) : x;
+  const Floats shift = all(12582912.0f);  // 1.5 * 2^23: the sum's low bits are the rounded integer
+  Floats shifted = x + shift;
+  Floats r = x - (shifted - shift);
+  Floats y = all(9.582818485796452e-3f);
+  y = y * r + 5.590637028217316e-2f;
+  y = y * r + 2.4024099111557007e-1f;
+  y = y * r + 6.931241750717163e-1f;
+  y = y * r + 1.0f;
+  return (Floats)((Ints)y + ((Ints)shifted << 23));
+}
+
+// 1 / x for x from 1 to 2^126, within 1e-7 of it.
+inline Floats reciprocal(Floats x) {
+#if defined(__AVX512F__)
+  const Floats near = (Floats)_mm512_rcp14_ps((__m512)x);
+  const Floats error = 2.0f - x * near;
+  return near * error;
+#else
+  return 1.0f / x;
+#endif
 }
 
 // tanh x, within 2 ulp; NaN stays NaN.

@@ -13,6 +13,7 @@ import torch
 from engine.attention import PackedBatch
 from engine.decoder import Activation, Decoder, Layer, Linear, Norm
 from engine.kernels.build import build_shared_library
+from engine.kernels.isa import Isa, name_of
 from engine.kernels.packed_weights import PackedWeights, panel_bytes
 from engine.kernels.structures import DTYPE_CODES, CDecoder, CLayer, CNorm, CRope, c_batch, c_scores
 
@@ -28,8 +29,6 @@ def why_not_native(decoder: Decoder) -> str:
         return f"head_dim {decoder.head_dim} is not a multiple of {_LANES}"
     if decoder.embedding.dtype not in DTYPE_CODES:
         return f"weights are of type {decoder.embedding.dtype}"
-    if decoder.embedding.dtype == torch.bfloat16 and any(linear.num_inputs % 2 for linear, _ in _products_of(decoder)):
-        return "a bfloat16 product has an odd number of inputs"
     return ""
 
 
@@ -39,13 +38,15 @@ class NativeDecoder:
     It keeps no memory of the module that was described but an embedding that is not the head's.
     """
 
-    def __init__(self, decoder: Decoder, num_threads: int, cache_dir: Path, compiler: str) -> None:
-        """For a model that `why_not_native` has nothing against; packing takes some 0.3 s per GB. Raises KernelBuildError."""
+    def __init__(self, decoder: Decoder, num_threads: int, cache_dir: Path, compiler: str, isa: Isa = "native") -> None:
+        """For a model that `why_not_native` has nothing against; packing takes some 3 s per GB. Raises KernelBuildError."""
+        self.isa = name_of(isa)
+        """Instructions that it is built for."""
         self.num_threads = num_threads
         self.hidden_size = decoder.embedding.shape[1]
         self.vocab_size = len(decoder.head)
         self._num_heads = decoder.num_heads
-        self._library = ctypes.CDLL(str(build_shared_library(SOURCE, cache_dir, compiler)))
+        self._library = ctypes.CDLL(str(build_shared_library(SOURCE, cache_dir, compiler, isa)))
         self._declare()
         self._weights = PackedWeights(self._library, sum(panel_bytes(linear, gated=gated) for linear, gated in _products_of(decoder)))
         self._kept: list[object] = []

@@ -14,6 +14,8 @@ from engine.kernels.structures import DTYPE_CODES, CLinear
 
 PANEL = 32
 """Outputs that a kernel computes together: kPanel of linear.h."""
+INPUTS = 32
+"""Inputs are filled up with zeros to a multiple of this: kInputs of linear.h."""
 _LANES = 16
 _ALIGNMENT = 64
 
@@ -23,14 +25,19 @@ def num_panels(linear: Linear, *, gated: bool) -> int:
     return -(-linear.num_outputs // 2 // _LANES) if gated else -(-linear.num_outputs // PANEL)
 
 
+def padded_inputs(linear: Linear) -> int:
+    """Inputs of a packed row, zeros included."""
+    return -(-linear.num_inputs // INPUTS) * INPUTS
+
+
 def panel_bytes(linear: Linear, *, gated: bool = False) -> int:
     """Bytes that a product's panels take, up to the next one's start."""
-    num_bytes = num_panels(linear, gated=gated) * PANEL * linear.num_inputs * linear.weights[0].element_size()
+    num_bytes = num_panels(linear, gated=gated) * PANEL * padded_inputs(linear) * linear.weights[0].element_size()
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class PackedWeights:
-    """Panels of several products. Outputs that fill up the last panel are zeros."""
+    """Panels of several products. Outputs that fill up the last panel are zeros, and so are inputs that fill up a row."""
 
     def __init__(self, library: ctypes.CDLL, num_bytes: int) -> None:
         """`library` is decoder.cpp's."""
@@ -60,7 +67,7 @@ class PackedWeights:
             rows = weight.contiguous()
             self._pack(DTYPE_CODES[rows.dtype], rows.data_ptr(), *rows.shape, first, turn, address)
             first += len(rows)
-        return CLinear(address, self._bias(linear), linear.num_inputs, num_panels(linear, gated=gated))
+        return CLinear(address, self._bias(linear), padded_inputs(linear), num_panels(linear, gated=gated))
 
     def _bias(self, linear: Linear) -> int:
         if linear.bias is None:

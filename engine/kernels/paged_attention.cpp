@@ -30,7 +30,10 @@ void run(const Batch& b, int num_threads, void* pool, int layer_index, const Pac
   {
     static thread_local Scratch<T> scratch;
 #pragma omp for schedule(dynamic, 1)
-    for (int i = num_items - 1; i >= 0; --i) Attending<T, T>(b, layer, items[i], how, scratch).run(query, out);
+    for (int i = num_items - 1; i >= 0; --i) Attending<T, T>(b, layer, items[i], nullptr, how, scratch).run(query, out);
+#if defined(TANDEM_TILES)
+    release_tiles();
+#endif
   }
 }
 

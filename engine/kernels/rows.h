@@ -53,6 +53,14 @@ inline Floats silu(Floats x) {
   return numerator / (1.0f + e);
 }
 
+// For what is rounded to bfloat16.
+inline Floats silu_coarse(Floats x) {
+  const Floats size = x < 0.0f ? -x : x;
+  const Floats e = exp2_coarse(size * -1.44269504088896341f);
+  const Floats numerator = x < 0.0f ? x * e : x;
+  return numerator * reciprocal(e + 1.0f);
+}
+
 inline Floats gelu_tanh(Floats x) {
   const Floats inner = (x + (x * x * x) * 0.044715f) * 0.7978845608028654f;
   return (x * 0.5f) * (tanh_of(inner) + 1.0f);
@@ -66,9 +74,10 @@ inline Floats gelu(Floats x) {
   return x;
 }
 
+template <bool kCoarse>
 inline Floats activated(Activation how, Floats x) {
   switch (how) {
-    case kSilu: return silu(x);
+    case kSilu: return kCoarse ? silu_coarse(x) : silu(x);
     case kGelu: return gelu(x);
     default: return gelu_tanh(x);
   }

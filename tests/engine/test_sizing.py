@@ -17,7 +17,9 @@ _MIB = 1 << 20
 _BLOCK_BYTES = 12_288
 _PACKED_GATE_AND_UP = 2 * 1008
 """Outputs: they take turns by 16 in panels of 32."""
-_WEIGHT_BYTES = 4 * (320 * 96 + 3 * (96 * 96 + 2 * 96 * 32 + 96 * 96 + 96 * _PACKED_GATE_AND_UP + 96 * 1000 + 2 * 96) + 96)
+_PACKED_INNER = 1024
+"""Inputs are filled up to a multiple of 32."""
+_WEIGHT_BYTES = 4 * (320 * 96 + 3 * (96 * 96 + 2 * 96 * 32 + 96 * 96 + 96 * _PACKED_GATE_AND_UP + 96 * _PACKED_INNER + 2 * 96) + 96)
 """Embeddings, which are tied; per layer q, k and v, o, gate, up and down, and two norms; the last norm. Rope's few frequencies come on top."""
 
 

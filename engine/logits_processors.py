@@ -21,7 +21,9 @@ _LARGEST = torch.finfo(torch.float32).max
 def changes_logits(row: SampleRow) -> bool:
     """Whether `processed` would do anything; most rows ask for nothing of it, and cost nothing."""
     params = row.params
-    return _penalized(params) or _too_short(row) or bool(params.logit_bias or params.allowed_token_ids or params.bad_words_ids)
+    # min_tokens forbids ends; a row that ignores the model's own and has no others pays nothing for it.
+    forbids_ends = _too_short(row) and bool(params.stop_token_ids or not params.ignore_eos)
+    return _penalized(params) or forbids_ends or bool(params.logit_bias or params.allowed_token_ids or params.bad_words_ids)
 
 
 def processed(logits: torch.Tensor, row: SampleRow, eos_token_ids: frozenset[int]) -> torch.Tensor:

@@ -37,9 +37,9 @@ def sample(logits: torch.Tensor, samples: Sequence[Sequence[SampleRow]], eos_tok
     A row with NaN, with +inf or without any finite logit gives a SequenceError in its place, one of whose tokens a sample's parameters leave none a
     NoTokenLeftError.
     """
-    highest = logits.amax(dim=-1)
-    usable = torch.isfinite(highest).tolist()
-    best = logits.argmax(dim=-1).tolist()
+    indices = _first_greatest(logits)
+    highest = logits.gather(1, indices[:, None])[:, 0]
+    usable, best = torch.isfinite(highest).tolist(), indices.tolist()
     outcomes: list[tuple[SampledToken, ...] | SequenceError] = []
     for index, rows in enumerate(samples):
         try:
@@ -49,6 +49,11 @@ def sample(logits: torch.Tensor, samples: Sequence[Sequence[SampleRow]], eos_tok
         except SequenceError as error:
             outcomes.append(error)
     return outcomes
+
+
+def _first_greatest(logits: torch.Tensor) -> torch.Tensor:
+    """Index of each row's greatest value, the first one of equals, or of a NaN; int64 [rows]. On CPU by numpy: torch takes five times as long."""
+    return torch.from_numpy(logits.numpy().argmax(axis=-1)) if logits.device.type == "cpu" else logits.argmax(dim=-1)
 
 
 def prompt_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_alternatives: int) -> list[SampledToken]:
@@ -63,7 +68,8 @@ def _sample_one(logits: torch.Tensor, highest: torch.Tensor, best: int, index: i
     params = row.params
     if changes_logits(row):
         values = processed(logits[index], row, eos_token_ids)
-        greatest, best = values.amax(), int(values.argmax())
+        best = int(_first_greatest(values[None])[0])
+        greatest = values[best]
         if greatest == -math.inf:
             raise NoTokenLeftError(f"the sampling parameters leave no token at position {row.position}")
         token_id = best if params.greedy else _draw(values, greatest, row)

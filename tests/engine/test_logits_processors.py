@@ -214,6 +214,14 @@ def test_a_sequence_may_end_with_the_token_from_which_on_its_end_is_sampled() ->
     assert processed(_logits(), _row(ignoring, []), EOS).isfinite().sum() == VOCAB_SIZE - 1
 
 
+def test_min_tokens_costs_nothing_where_it_forbids_nothing() -> None:
+    early = replace(PLAIN, min_tokens=50)
+    for params in (early, replace(early, ignore_eos=True), replace(early, ignore_eos=True, stop_token_ids=frozenset({44}))):
+        row = _row(params, [])
+        assert changes_logits(row) == (not torch.equal(processed(_logits(), row, EOS), _logits()))
+    assert not changes_logits(_row(replace(early, ignore_eos=True), []))
+
+
 def test_bad_words_of_every_length_end_in_the_tokens_so_far_of_prompt_and_output() -> None:
     runs = tuple((*(PROMPT + OUTPUT)[-length:], 40 + length) for length in range(1, 12))
     values = processed(_logits(), _row(replace(PLAIN, bad_words_ids=((1, *PROMPT, *OUTPUT, 39), *runs))), EOS)

@@ -21,7 +21,7 @@ _READ_MIB = (256, 1024)
 _SIDES = (2048, 4096)
 _LAYERS = ((512, 576, 3072), (512, 1536, 576), (1024, 4096, 4096))
 """Rows, inputs and outputs of linear layers."""
-_LEAST_ROUNDS, _LEAST_S = 3, 0.25
+_LEAST_ROUNDS, _LEAST_S = 3, 0.15
 
 
 def _best_s(work: Callable[[], object]) -> float:

@@ -45,7 +45,7 @@ _GRPC_CELLS = (ONE, EIGHT)
 
 
 class Bench:
-    """One run. What it finds goes into `check.details` as it is found."""
+    """One run; `conclude` makes its tables."""
 
     def __init__(self, check: Check, model: Path) -> None:
         self._check = check
@@ -67,7 +67,7 @@ class Bench:
         own = {name: {"version": peer.version, "command": peer.command} for name, peer in self._peers.items()}
         if quick():
             return own
-        command = f"python -m checks.peers_transformers --model MODEL --threads {len(cores())} --seed ROUND"
+        command = f"python -m checks.peers_transformers --model MODEL --threads {len(cores())} --seed SEED"
         return {**own, TRANSFORMERS: {"version": version("transformers"), "command": command}}
 
     async def run(self) -> None:

@@ -88,7 +88,7 @@ struct Scratch {
       width_ = width;
       query.clear();
       keys.assign(size_t(kTile) * width, 0);
-      values.assign(size_t(kTile) * width, 0);
+      values.assign(size_t(kFewRows) * kTile * width, 0);
       zeros.assign(width, 0.0f);
       turned.resize(size_t(kTile) * kLanes);
     }
@@ -176,18 +176,18 @@ class Attending {
     HeadRows<T> head{keys, 0, std::max(0, first_key_ - start), num_keys, reinterpret_cast<const Stored*>(s_.zeros.data())};
     Ahead<T> ahead;
     find_ahead(start + kTile, num_groups, num_values, ahead);
-    for (int h = 0; h < item_.num_heads; ++h) {
+    const int at_once = std::max(1, heads_at_once_);
+    for (int h = 0; h < item_.num_heads; h += at_once) {
+      const int together = std::min(at_once, item_.num_heads - h);
       head.offset = int64_t(h) * head_dim_;
-      const int together = heads_at_once_ > 0 ? std::min(heads_at_once_, item_.num_heads - h / heads_at_once_ * heads_at_once_) : 1;
-      const int local = heads_at_once_ > 0 ? h % heads_at_once_ : 0;
-      if (local == 0) {
-        score(head, h, together, num_groups, ahead);
-        for (int i = 0; i < together; ++i) soften_rows(start, (h + i) * rows_, i * rows_, ahead);
+      score(head, h, together, num_groups, ahead);
+      for (int i = 0; i < together; ++i) {
+        head.offset = int64_t(h + i) * head_dim_ + layer_.value_offset;
+        arrange(head, num_values, head_dim_, width_, ahead, &s_.values[size_t(i) * kTile * width_]);
       }
-      head.offset += layer_.value_offset;
-      arrange(head, num_values, head_dim_, width_, ahead, s_.values.data());
-      ahead.take_steps(kStepsOfWeighing);
-      weigh(start, num_values, h * rows_, local * rows_);
+      for (int i = 0; i < together; ++i) soften_rows(start, (h + i) * rows_, i * rows_, ahead);
+      ahead.take_steps(kStepsOfWeighing * together);
+      weigh(start, num_values, h * rows_, together);
     }
   }
 
@@ -200,10 +200,8 @@ class Attending {
     layer_.find_keys(table_of(item), from, num_keys, item.first_head, ahead.rows);
     for (int j = 0; j < num_keys; ++j) ahead.rows[num_keys + j] = ahead.rows[j] + layer_.value_offset;
     const int num_words = head_dim_ / Product<T>::kInputs;
-    ahead.num_rows = 2 * num_keys;
-    ahead.num_bytes = item.num_heads * head_dim_ * sizeof(Stored);
     const int scoring = heads_at_once_ > 0 ? kStepsOfGroup * num_groups / heads_at_once_ : kStepsOfTranspose * num_groups * ((num_words + kLanes - 1) / kLanes);
-    ahead.num_steps = item_.num_heads * (scoring + kStepsOfRow * rows_ + num_values / 2 + kStepsOfWeighing);
+    ahead.begin(2 * num_keys, item.num_heads * head_dim_ * sizeof(Stored), item_.num_heads * (scoring + kStepsOfRow * rows_ + num_values / 2 + kStepsOfWeighing));
   }
 
   // Scores of heads `h` to `h + together`, row after row from the first of scratch on.
@@ -237,12 +235,19 @@ class Attending {
     }
   }
 
-  // Adds the tile's share to the outputs of one head's rows, from `row` on, whose weights lie from `at` on.
-  void weigh(int start, int num_values, int row, int at) {
-    const auto* weights = &s_.weights[size_t(at) * kTile];
+  // Adds the tile's share to the outputs of some heads' rows, from `row` on.
+  void weigh(int start, int num_values, int row, int together) {
+    const auto* weights = s_.weights.data();
+    const auto* values = s_.values.data();
     float* output = &s_.output[size_t(row) * width_];
 #if defined(TANDEM_TILES)
-    if constexpr (std::is_same_v<T, BFloat16>) return weigh_by_tiles(rows_, weights, s_.values.data(), num_values, &s_.factors[row], output, width_);
+    if constexpr (std::is_same_v<T, BFloat16>) {
+      if (heads_at_once_ > 0 && width_ % (4 * kTileRows) == 0) return weigh_few_rows(together, rows_, weights, values, num_values, &s_.factors[row], output, width_);
+      for (int i = 0; i < together; ++i)
+        weigh_by_tiles(rows_, weights + size_t(i) * rows_ * kTile, values + size_t(i) * kTile * width_, num_values, &s_.factors[row + i * rows_],
+                       output + size_t(i) * rows_ * width_, width_);
+      return;
+    }
 #endif
     for (int r = 0, next; r < rows_; r = next) {  // rows that see the same of this tile's keys go together
       const int position = first_ + r / group_;
@@ -250,7 +255,7 @@ class Attending {
       next = (r / group_ + 1) * group_;
       if (from == 0 && to == kTile) next = how_.window > 0 ? std::min(rows_, (start + how_.window - first_) * group_) : rows_;
       if (from >= to) continue;
-      weigh_all<T>(next - r, weights + r * kTile + from, &s_.values[size_t(from) * width_], to - from, &s_.factors[row + r], output + r * width_, width_);
+      weigh_all<T>(next - r, weights + r * kTile + from, values + size_t(from) * width_, to - from, &s_.factors[row + r], output + r * width_, width_);
     }
   }
 

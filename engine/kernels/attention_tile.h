@@ -26,14 +26,18 @@ struct Scores {
 template <typename T>
 struct Ahead {
   const typename T::Stored* rows[2 * kTile];  // keys, then values
-  int num_rows, num_bytes, num_steps;
-  int step = 0, row = 0, byte = 0;
-  int64_t asked = 0;
+  int row = 0, byte = 0, num_rows = 0, num_bytes = 0;
+  uint32_t due = 0, a_step = 0;  // lines, in units of 2^-16
+
+  // Everything that is in `rows` until `num_steps` steps are taken.
+  void begin(int count, int row_bytes, int num_steps) {
+    num_rows = count;
+    num_bytes = row_bytes;
+    a_step = uint32_t((uint64_t(count) * ((row_bytes + kLine - 1) / kLine) << 16) / num_steps) + 1;
+  }
 
   void take_steps(int count = 1) {
-    step += count;
-    const int64_t due = int64_t(num_rows) * num_bytes * step / num_steps;
-    for (; asked < due && row < num_rows; asked += kLine) {
+    for (due += count * a_step; due >= 1 << 16 && row < num_rows; due -= 1 << 16) {
       __builtin_prefetch(reinterpret_cast<const char*>(rows[row]) + byte, 0, 2);
       byte += kLine;
       if (byte >= num_bytes) ++row, byte = 0;
@@ -183,7 +187,7 @@ inline void weigh(const typename Product<T>::Activation* weights, const typename
 }
 
 #if defined(TANDEM_TILES)
-// Rows of weights up to a multiple of 32 may be read, and their shares are dropped: the tiles keep one shape.
+// Rows of weights up to a multiple of 16 may be read, and their shares are dropped: the tiles keep one shape.
 inline void weigh_by_tiles(int rows, const uint16_t* weights, const uint16_t* values, int num_keys, const float* factors, float* output, int width) {
   alignas(64) float sums[kRowsAtOnce][2 * kTileRows];
   for (int r = 0; r < rows; r += kRowsAtOnce) {
@@ -195,6 +199,27 @@ inline void weigh_by_tiles(int rows, const uint16_t* weights, const uint16_t* va
       for (int i = 0; i < count; ++i) {
         float* o = output + (r + i) * width + d;
         for (int v = 0; v < 2 * kTileRows; v += kLanes) Float32::store(o + v, Float32::load(o + v) * factors[r + i] + Float32::load(sums[i] + v));
+      }
+    }
+  }
+}
+
+// The same for up to 16 rows of each of several heads, whose values lie one behind the other; width is a multiple of 64. What a tile reads or writes is not
+// touched right before or behind: neither finds in the core's store buffer what the other left there.
+inline void weigh_few_rows(int num_heads, int rows, const uint16_t* weights, const uint16_t* values, int num_keys, const float* factors, float* output, int width) {
+  constexpr int kColumns = 4 * kTileRows;
+  alignas(64) float sums[kTileRows][kColumns * kTileRows];
+  for (int d = 0; d < width; d += kColumns) {
+    for (int h = 0; h < num_heads; ++h)
+      multiply_few_rows(weights + size_t(h) * rows * kTile, kTile * sizeof *weights, values + size_t(h) * kTile * width + 2 * d, 2 * width * sizeof *values, num_keys,
+                        sums[h]);
+    for (int h = 0; h < num_heads; ++h) {
+      for (int i = 0; i < rows; ++i) {
+        float* o = output + size_t(h * rows + i) * width + d;
+        for (int v = 0; v < 4; ++v) {
+          float* to = o + v * kLanes;
+          Float32::store(to, Float32::load(to) * factors[h * rows + i] + Float32::load(sums[h] + (v * kTileRows + i) * kLanes));
+        }
       }
     }
   }
@@ -215,9 +240,12 @@ inline void score_by_tiles(int rows, const uint16_t* query, const uint16_t* keys
 // [head][pair of elements][16], zeros in the columns of other heads; `turned` is scratch, [kTile][16].
 inline void score_few_rows(int rows, int num_heads, const uint16_t* columns, const HeadRows<BFloat16>& keys, int64_t token_stride, int head_dim, float* turned,
                            float* scores, int num_groups, Ahead<BFloat16>& ahead) {
-  for (int g = keys.begin / kLanes; g < num_groups; ++g) {
+  const uint16_t* groups[kTile / kLanes];
+  const int first = keys.begin / kLanes;
+  for (int g = 0; g < kTile / kLanes; ++g) groups[g] = keys.keys[std::min(std::max(g, first), num_groups - 1) * kLanes] + keys.offset;
+  multiply_keys(groups, token_stride * sizeof(uint16_t), columns, num_heads * head_dim, turned);
+  for (int g = first; g < num_groups; ++g) {
     ahead.take_steps(kStepsOfGroup);
-    multiply_keys(keys.keys[g * kLanes] + keys.offset, token_stride * sizeof(uint16_t), columns, num_heads * head_dim, turned + g * kLanes * kLanes);
     Floats r[kLanes];
     memcpy(r, turned + g * kLanes * kLanes, sizeof r);
     transpose(r);

@@ -6,6 +6,7 @@
 
 #include "attention.h"
 #include "buffer.h"
+#include "emit.h"
 #include "pack.h"
 #include "rows.h"
 #include "team.h"
@@ -60,23 +61,24 @@ class Model : public AnyModel {
     const int num_tokens = batch.chunk_starts[batch.num_chunks];
     begin(batch, num_tokens);
     const std::vector<Item> items = items_of(batch, team_.num_threads());
+    const int last = d_.num_layers - 1;
     run([&](int thread, int& phase) {
-      embed(phase, token_ids, num_tokens);
-      for (int l = 0; l < d_.num_layers; ++l) {
-        const Layer& layer = d_.layers[l];
-        add_and_normalize(phase, l > 0 ? &d_.layers[l - 1].after_mlp : nullptr, layer.input_norm, num_tokens);
-        product(phase, layer.qkv, normed_.get(), d_.hidden_size, num_tokens, Store{qkv_.get(), layer.qkv.bias, qkv_size()});
-        rotate_and_write(phase, batch, layer, KvLayer<T>(batch, pool, l));
-        attention(phase, thread, batch, layer, KvLayer<T>(batch, pool, l), items);
-        const bool last = l == d_.num_layers - 1;
-        if (last) keep(phase, rows, num_rows);
-        const int n = last ? num_rows : num_tokens;
-        add_product(phase, layer.output, attended_.get(), attended_size(), n, layer.after_attention);
-        add_and_normalize(phase, &layer.after_attention, layer.mlp_norm, n);
-        product(phase, layer.gate_up, normed_.get(), d_.hidden_size, n, Gate{inner_.get(), ::Activation(d_.activation), d_.inner_size});
-        add_product(phase, layer.down, inner_.get(), d_.inner_size, n, layer.after_mlp);
+      each_part(thread, num_tokens, [&](const Part& part) {
+        embed(phase, part, token_ids);
+        before_attention(phase, part, 0, batch, pool);
+      });
+      for (int l = 0; l < last; ++l) {
+        attention(phase, thread, batch, l, pool, items);
+        each_part(thread, num_tokens, [&](const Part& part) {
+          after_attention(phase, part, l);
+          before_attention(phase, part, l + 1, batch, pool);
+        });
       }
-      finish(phase, num_rows, hidden);
+      attention(phase, thread, batch, last, pool, items);
+      keep(phase, rows, num_rows);
+      const Part kept{0, num_rows, false};
+      after_attention(phase, kept, last);
+      finish(phase, kept, hidden);
     });
   }
 
@@ -84,19 +86,40 @@ class Model : public AnyModel {
     const int size = d_.hidden_size;
     normed_.fit(size_t(num_rows) * padded(size));
     run([&](int, int& phase) {
-      each(phase, num_rows, [&](int row) { narrow(hidden + size_t(row) * size, size, normed_.get() + size_t(row) * padded(size)); });
-      product(phase, d_.head, normed_.get(), size, num_rows, Logits{logits, d_.vocab_size});
+      const Part all{0, num_rows, false};
+      each_row(phase, all, [&](int row) { narrow(hidden + size_t(row) * size, size, normed_.get() + size_t(row) * padded(size)); });
+      product(phase, all, d_.head, normed_.get(), size, Logits{logits, d_.vocab_size});
     });
   }
 
  private:
   static constexpr int kPhasesInLayer = 10, kOtherPhases = 8, kRowsOfPhase = 4;
+  static constexpr int kRowsToPart = 96;  // a thread's, from which on it is better that each has its own rows: what it wrote is in its own cache
+
+  // Rows of a step that go through it together.
+  struct Part {
+    int first, end;
+    bool own;  // one thread's alone; otherwise all threads share the work on them, and are done with it together
+  };
+
+  // All rows, or a thread's own, a few hundred at a time. Threads are done together.
+  template <typename Work>
+  void each_part(int thread, int num_rows, Work work) {
+    const int num_threads = team_.num_threads();
+    if (num_rows < kRowsToPart * num_threads) return work(Part{0, num_rows, false});
+    const int num_rounds = (num_rows + kRowsOfPanel * num_threads - 1) / (kRowsOfPanel * num_threads);
+    const int size = padded((num_rows + num_rounds * num_threads - 1) / (num_rounds * num_threads));
+    for (int round = 0; round < num_rounds; ++round) {
+      const int first = std::min((thread * num_rounds + round) * size, num_rows), end = std::min(first + size, num_rows);
+      if (first < end) work(Part{first, end, true});
+    }
+    team_.barrier();
+  }
 
   int qkv_size() const { return (d_.num_heads + 2 * d_.num_kv_heads) * d_.head_dim; }
   int attended_size() const { return d_.num_heads * d_.head_dim; }
 
   void begin(const Batch& batch, int num_tokens) {
-    batch_tokens_ = num_tokens;
     const size_t n = num_tokens;
     residual_.fit(n * padded(d_.hidden_size));
     normed_.fit(n * padded(d_.hidden_size));
@@ -140,83 +163,57 @@ class Model : public AnyModel {
   }
 
   template <typename Work>
-  void each_row(int& phase, int num_rows, Work work) {
-    each(phase, (num_rows + kRowsOfPhase - 1) / kRowsOfPhase, [&](int i) {
-      for (int row = i * kRowsOfPhase; row < std::min(num_rows, (i + 1) * kRowsOfPhase); ++row) work(row);
+  void each_row(int& phase, const Part& part, Work work) {
+    if (part.own) {
+      for (int row = part.first; row < part.end; ++row) work(row);
+      return;
+    }
+    each(phase, (part.end + kRowsOfPhase - 1) / kRowsOfPhase, [&](int i) {
+      for (int row = i * kRowsOfPhase; row < std::min(part.end, (i + 1) * kRowsOfPhase); ++row) work(row);
     });
   }
 
   // Hands the sums of each row and panel to `emit`.
   template <typename Emit>
-  void product(int& phase, const Linear& linear, const Activated* x, int size, int num_rows, const Emit& emit) {
+  void product(int& phase, const Part& part, const Linear& linear, const Activated* x, int size, const Emit& emit) {
+    const auto panel = [&](int index, int next, int first) {
+      const Stored* panels = static_cast<const Stored*>(linear.panels);
+      const size_t step = size_t(linear.num_inputs) * kPanel;
+      multiply_panel<T>(panels + index * step, x + size_t(first) * padded(size), padded(size), std::min(kRowsOfPanel, part.end - first), linear.num_inputs,
+                        panels + next * step, [&](int row, int vector, const Floats* sums) { emit(first + row, index * kPanel + vector * kLanes, sums); });
+    };
+    if (part.own) {
+      for (int index = 0; index < linear.num_panels; ++index) panel(index, std::min(index + 1, linear.num_panels - 1), part.first);
+      return;
+    }
     std::atomic<int>& counter = counters_[phase++];
-    const Stored* panels = static_cast<const Stored*>(linear.panels);
-    const size_t step = size_t(linear.num_inputs) * kPanel;
-    const int count = linear.num_panels * ((num_rows + kRowsOfPanel - 1) / kRowsOfPanel);
+    const int count = linear.num_panels * ((part.end + kRowsOfPanel - 1) / kRowsOfPanel);
     int unit = counter.fetch_add(1, std::memory_order_relaxed);
     while (unit < count) {
       const int next = counter.fetch_add(1, std::memory_order_relaxed);
-      const int panel = unit % linear.num_panels, first = unit / linear.num_panels * kRowsOfPanel;
-      const Stored* ahead = panels + std::min(next, count - 1) % linear.num_panels * step;
-      multiply_panel<T>(panels + panel * step, x + size_t(first) * padded(size), padded(size), std::min(kRowsOfPanel, num_rows - first), linear.num_inputs, ahead,
-                        [&](int row, int vector, const Floats* sums) { emit(first + row, panel * kPanel + vector * kLanes, sums); });
+      panel(unit % linear.num_panels, std::min(next, count - 1) % linear.num_panels, unit / linear.num_panels * kRowsOfPanel);
       unit = next;
     }
     team_.barrier();
   }
 
-  struct Store {
-    float* out;
-    const float* bias;
-    int size;
-    void operator()(int row, int first, const Floats* sums) const {
-      for (int v = 0; v < kVectors && first + v * kLanes < size; ++v) {
-        Floats x = sums[v];
-        if (bias != nullptr) x = x + Float32::load(bias + first + v * kLanes);
-        Float32::store(out + size_t(row) * size + first + v * kLanes, x);
-      }
-    }
-  };
+  void before_attention(int& phase, const Part& part, int l, const Batch& batch, void* pool) {
+    const Layer& layer = d_.layers[l];
+    add_and_normalize(phase, part, l > 0 ? &d_.layers[l - 1].after_mlp : nullptr, layer.input_norm);
+    product(phase, part, layer.qkv, normed_.get(), d_.hidden_size, Store{qkv_.get(), layer.qkv.bias, qkv_size()});
+    rotate_and_write(phase, part, batch, layer, KvLayer<T>(batch, pool, l));
+  }
 
-  struct Add {
-    float* out;
-    const float* bias;
-    int size, stride;
-    bool over;  // writes instead of adding
-    void operator()(int row, int first, const Floats* sums) const {
-      for (int v = 0; v < kVectors && first + v * kLanes < stride; ++v) {
-        float* o = out + size_t(row) * stride + first + v * kLanes;
-        Floats x = sums[v];
-        if (bias != nullptr) x = x + Float32::load(bias + first + v * kLanes);
-        if (!over) x = x + Float32::load(o);
-        Float32::store(o, x);
-      }
-    }
-  };
+  void after_attention(int& phase, const Part& part, int l) {
+    const Layer& layer = d_.layers[l];
+    add_product(phase, part, layer.output, attended_.get(), attended_size(), layer.after_attention);
+    add_and_normalize(phase, part, &layer.after_attention, layer.mlp_norm);
+    product(phase, part, layer.gate_up, normed_.get(), d_.hidden_size, Gate<T>{inner_.get(), ::Activation(d_.activation), d_.inner_size});
+    add_product(phase, part, layer.down, inner_.get(), d_.inner_size, layer.after_mlp);
+  }
 
-  struct Gate {
-    Activated* out;
-    ::Activation how;
-    int size;
-    void operator()(int row, int first, const Floats* sums) const {
-      static_assert(kVectors == 2, "a gate and what it gates come together");
-      if (first / 2 < size) P::store(out + size_t(row) * padded(size) + first / 2, activated<std::is_same_v<T, BFloat16>>(how, sums[0]) * sums[1]);
-    }
-  };
-
-  struct Logits {
-    float* out;
-    int size;
-    void operator()(int row, int first, const Floats* sums) const {
-      for (int v = 0; v < kVectors && first + v * kLanes < size; ++v) {
-        const int num_left = std::min(kLanes, size - first - v * kLanes);
-        memcpy(out + size_t(row) * size + first + v * kLanes, &sums[v], num_left * sizeof(float));
-      }
-    }
-  };
-
-  void embed(int& phase, const int32_t* token_ids, int num_tokens) {
-    each_row(phase, num_tokens, [&](int t) {
+  void embed(int& phase, const Part& part, const int32_t* token_ids) {
+    each_row(phase, part, [&](int t) {
       float* x = residual_.get() + size_t(t) * padded(d_.hidden_size);
       embedding_row(token_ids[t], x);
       for (int i = 0; i < d_.hidden_size; ++i) x[i] *= d_.embedding_scale;
@@ -262,8 +259,8 @@ class Model : public AnyModel {
   }
 
   // residual += norm(share) if `after` is there; normed = norm(residual).
-  void add_and_normalize(int& phase, const Norm* after, const Norm& norm, int num_rows) {
-    each_row(phase, num_rows, [&](int row) {
+  void add_and_normalize(int& phase, const Part& part, const Norm* after, const Norm& norm) {
+    each_row(phase, part, [&](int row) {
       float* x = settle(after, row);
       float* wide = wide_row(d_.hidden_size);
       normalize(x, norm, d_.hidden_size, wide);
@@ -288,18 +285,18 @@ class Model : public AnyModel {
     return wide.data();
   }
 
-  void add_product(int& phase, const Linear& linear, const Activated* x, int size, int num_rows, const Norm& after) {
+  void add_product(int& phase, const Part& part, const Linear& linear, const Activated* x, int size, const Norm& after) {
     const bool apart = after.weight != nullptr;
-    product(phase, linear, x, size, num_rows, Add{apart ? share_.get() : residual_.get(), linear.bias, d_.hidden_size, padded(d_.hidden_size), apart});
+    product(phase, part, linear, x, size, AddTo{apart ? share_.get() : residual_.get(), linear.bias, d_.hidden_size, padded(d_.hidden_size), apart});
   }
 
   // Queries into their own buffer, keys and values into the pool.
-  void rotate_and_write(int& phase, const Batch& batch, const Layer& layer, const KvLayer<T>& kv) {
+  void rotate_and_write(int& phase, const Part& part, const Batch& batch, const Layer& layer, const KvLayer<T>& kv) {
     const int head_dim = d_.head_dim, num_heads = d_.num_heads, num_kv_heads = d_.num_kv_heads;
     int first_angle = 0;
     for (int r = 0; r < layer.rope; ++r) first_angle += 2 * d_.ropes[r].num_frequencies;
     const int num_frequencies = d_.ropes[layer.rope].num_frequencies;
-    each_row(phase, batch_tokens_, [&](int t) {
+    each_row(phase, part, [&](int t) {
       const float* cosines = angles_.get() + t * angles_of_token_ + first_angle;
       float* row = qkv_.get() + size_t(t) * qkv_size();
       const int32_t* table = batch.tables + batch.table_starts[blocks_.get()[t]];
@@ -322,7 +319,8 @@ class Model : public AnyModel {
     });
   }
 
-  void attention(int& phase, int thread, const Batch& batch, const Layer& layer, const KvLayer<T>& kv, const std::vector<Item>& items) {
+  void attention(int& phase, int thread, const Batch& batch, int l, void* pool, const std::vector<Item>& items) {
+    const KvLayer<T> kv(batch, pool, l);
     const Packed query{query_.get(), padded(attended_size()), d_.head_dim}, out{attended_.get(), padded(attended_size()), d_.head_dim};
     std::atomic<int>& counter = counters_[phase++];
     const auto take = [&]() -> const Item* {
@@ -331,7 +329,7 @@ class Model : public AnyModel {
     };
     for (const Item *item = take(), *next; item != nullptr; item = next) {
       next = take();
-      Attending<T, typename P::Scalar>(batch, kv, *item, next, layer.scores, scratch_[thread]).run(query, out);
+      Attending<T, typename P::Scalar>(batch, kv, *item, next, d_.layers[l].scores, scratch_[thread]).run(query, out);
     }
     team_.barrier();
   }
@@ -348,8 +346,8 @@ class Model : public AnyModel {
     });
   }
 
-  void finish(int& phase, int num_rows, float* hidden) {
-    each_row(phase, num_rows, [&](int row) {
+  void finish(int& phase, const Part& part, float* hidden) {
+    each_row(phase, part, [&](int row) {
       float* x = settle(&d_.layers[d_.num_layers - 1].after_mlp, row);
       normalize(x, d_.final_norm, d_.hidden_size, hidden + size_t(row) * d_.hidden_size);
     });
@@ -363,7 +361,6 @@ class Model : public AnyModel {
   Buffer<Activated> normed_, attended_, inner_, query_;
   Buffer<int32_t> positions_, blocks_;
   size_t angles_of_token_ = 0;
-  int batch_tokens_ = 0;
 };
 
 }  // namespace

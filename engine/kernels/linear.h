@@ -111,7 +111,7 @@ inline void multiply_group(const typename T::Stored* panel, const typename Produ
 constexpr int kRowsOfPanel = 256;  // that multiply_panel takes at most
 
 #if defined(TANDEM_TILES)
-constexpr int kGroupsThatAsk = 8;     // of 32 rows: those that ask for the next panel, so that the others find their own
+constexpr int kGroupsThatAsk = 8;    // of 32 rows: those that ask for the next panel, so that the others find their own
 constexpr int kInputsAtOnce = 9 * 32; // of a panel, which then stay in the first cache while rows pass by
 
 // See below. The matrix unit works on a group of rows while the last one's sums are emitted, a few rows at each step.

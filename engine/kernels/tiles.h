@@ -118,16 +118,52 @@ inline void multiply_full_tiles(int rows, const uint16_t* x, int64_t x_stride, c
   else multiply_tiles<false, false>(x, x_stride, first, second, pair_stride, num_inputs, sums, sums_stride, [] {});
 }
 
-// sums[16 keys][16] = keys as they lie, `stride` bytes apart, times columns [num_inputs / 2][16].
-inline void multiply_keys(const uint16_t* keys, int64_t stride, const uint16_t* columns, int num_inputs, float* sums) {
+// sums[4][16 keys][16] = four groups of 16 keys as they lie, `stride` bytes apart, times columns [num_inputs / 2][16].
+inline void multiply_keys(const uint16_t* const* keys, int64_t stride, const uint16_t* columns, int num_inputs, float* sums) {
   shape_tiles(2 * kTileRows);
   TILE_ZERO(0);
+  TILE_ZERO(1);
+  TILE_ZERO(2);
+  TILE_ZERO(3);
   for (int k = 0; k < num_inputs; k += kTileInputs) {
     TILE_LOAD(6, columns + k * kTileRows, 64);
-    TILE_LOAD(4, keys + k, stride);
+    TILE_LOAD(4, keys[0] + k, stride);
     TILE_MULTIPLY(0, 4, 6);
+    TILE_LOAD(5, keys[1] + k, stride);
+    TILE_MULTIPLY(1, 5, 6);
+    TILE_LOAD(4, keys[2] + k, stride);
+    TILE_MULTIPLY(2, 4, 6);
+    TILE_LOAD(5, keys[3] + k, stride);
+    TILE_MULTIPLY(3, 5, 6);
   }
   TILE_STORE(0, sums, 64);
+  TILE_STORE(1, sums + 256, 64);
+  TILE_STORE(2, sums + 512, 64);
+  TILE_STORE(3, sums + 768, 64);
+}
+
+// sums[4][16 rows][16] = 16 rows of x times `num_inputs` inputs of four groups of 16 outputs, which lie one behind the other.
+inline void multiply_few_rows(const uint16_t* x, int64_t x_stride, const uint16_t* outputs, int64_t pair_stride, int num_inputs, float* sums) {
+  shape_tiles(2 * kTileRows);
+  TILE_ZERO(0);
+  TILE_ZERO(1);
+  TILE_ZERO(2);
+  TILE_ZERO(3);
+  for (int k = 0; k < num_inputs; k += kTileInputs, outputs += pair_stride / 2 * (kTileInputs / 2)) {
+    TILE_LOAD(4, x + k, x_stride);
+    TILE_LOAD(6, outputs, pair_stride);
+    TILE_MULTIPLY(0, 4, 6);
+    TILE_LOAD(7, outputs + 2 * kTileRows, pair_stride);
+    TILE_MULTIPLY(1, 4, 7);
+    TILE_LOAD(6, outputs + 4 * kTileRows, pair_stride);
+    TILE_MULTIPLY(2, 4, 6);
+    TILE_LOAD(7, outputs + 6 * kTileRows, pair_stride);
+    TILE_MULTIPLY(3, 4, 7);
+  }
+  TILE_STORE(0, sums, 64);
+  TILE_STORE(1, sums + 256, 64);
+  TILE_STORE(2, sums + 512, 64);
+  TILE_STORE(3, sums + 768, 64);
 }
 
 #undef TILE_LOAD

@@ -83,32 +83,34 @@ class TorchDevice:
         sampled: list[tuple[SampledToken, ...]] = [()] * len(plan.chunks)
         prompts: dict[int, tuple[SampledToken, ...]] = {}
         if live:
-            hidden = dict(zip(live, self._hidden_states(list(live.values())), strict=True))
-            for index, chunk in live.items():
+            hidden, counts = self._hidden_states(list(live.values()))
+            ends = dict(zip(live, accumulate(counts), strict=True))
+            for (index, chunk), count in zip(live.items(), counts, strict=True):
                 if chunk.prompt is not None:
                     try:
-                        prompts[index] = tuple(self._logprobs_of(chunk.prompt, hidden[index]))
+                        prompts[index] = tuple(self._logprobs_of(chunk.prompt, hidden[ends[index] - count : ends[index]]))
                     except SequenceError as error:
                         failed[index] = error
-            self._sample({index: chunk for index, chunk in live.items() if chunk.samples and index not in failed}, hidden, sampled, failed)
+            asking = {index: chunk for index, chunk in live.items() if chunk.samples and index not in failed}
+            if asking:
+                last = [ends[index] - 1 for index in asking]
+                self._sample(asking, hidden if len(last) == len(hidden) else hidden[last], sampled, failed)
         return StepResult(sampled, failed, prompts)
 
-    def _hidden_states(self, chunks: Sequence[Chunk]) -> Sequence[torch.Tensor]:
-        """Hidden states of each chunk, [tokens, hidden size]: of all its tokens where it asks for its prompt's log probabilities, of the last one else."""
+    def _hidden_states(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, Sequence[int]]:
+        """Hidden states of all chunks, [rows, hidden size], and how many rows each has: all its tokens where it asks for its prompt's log probabilities, else
+        the last one.
+        """
         batch = self._pack(chunks)
         token_ids = np.fromiter(chain.from_iterable(chunk.token_ids for chunk in chunks), np.int32, batch.num_tokens)
         ends = batch.chunk_starts[1:].tolist()
         counts = [len(chunk.token_ids) if chunk.prompt is not None else 1 for chunk in chunks]
         rows = np.fromiter(chain.from_iterable(range(end - count, end) for end, count in zip(ends, counts, strict=True)), np.int32)
-        return torch.split(self._forward.hidden_states(token_ids, batch, rows), counts)
+        return self._forward.hidden_states(token_ids, batch, rows), counts
 
-    def _sample(
-        self, chunks: Mapping[int, Chunk], hidden: Mapping[int, torch.Tensor], sampled: list[tuple[SampledToken, ...]], failed: dict[int, Exception]
-    ) -> None:
-        """Fills in what `chunks`, all of which ask for tokens, got; everything goes by the index of a chunk in the plan."""
-        if not chunks:
-            return
-        logits = self._forward.logits(torch.stack([hidden[index][-1] for index in chunks]))
+    def _sample(self, chunks: Mapping[int, Chunk], hidden: torch.Tensor, sampled: list[tuple[SampledToken, ...]], failed: dict[int, Exception]) -> None:
+        """Fills in what `chunks`, all of which ask for tokens, got, by the index of a chunk in the plan; row i of `hidden` is the i-th chunk's last."""
+        logits = self._forward.logits(hidden)
         outcomes = sample(logits, [chunk.samples for chunk in chunks.values()], self._eos_token_ids)
         for index, outcome in zip(chunks, outcomes, strict=True):
             if isinstance(outcome, SequenceError):

@@ -30,3 +30,16 @@ def test_products_run_on_tensor_cores_in_the_shared_memory_that_there_is_and_com
     assert max(kernel["shared_bytes"] for kernel in kernels) <= 99 << 10 <= _SHARED_BYTES[capability]
     ones, many = kernels[::2], kernels[1::2]
     assert [kernel["hash"] for kernel in ones] == [kernel["hash"] for kernel in many]
+
+
+@pytest.mark.parametrize("capability", [90])
+def test_a_step_compiles_with_attention_on_tensor_cores_and_once_for_all_numbers_of_tokens(tmp_path: Path, capability: int) -> None:
+    kernels = _compiled("compile_step", capability, tmp_path)
+    attention = {"_paged_prefill_kernel", "_split_kernel"}
+    assert {kernel["name"] for kernel in kernels if kernel["uses_tensor_cores"]} == attention
+    assert len({kernel["name"] for kernel in kernels}) == 9
+    assert max(kernel["shared_bytes"] for kernel in kernels) <= 99 << 10 <= _SHARED_BYTES[capability]
+    rows = [kernel["hash"] for kernel in kernels if kernel["name"] == "_add_rms_norm_kernel"]
+    assert len(set(rows)) == 2, "with and without a residual"
+    prefill = [kernel["hash"] for kernel in kernels if kernel["name"] == "_paged_prefill_kernel"]
+    assert len(prefill) == 6 and len(set(prefill)) == 3, "by head_dim and window"

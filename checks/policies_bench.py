@@ -1,7 +1,8 @@
 """`make bench-policies`: what each scheduling policy trades, under one mixed load of short chats and long prompts.
 
 One process computes prompts and generates (decode without a prefill pool), so that a long prompt and running streams want the same steps: there policies differ
-most. The same requests at the same times for every policy, each on a fresh worker.
+most. The same requests at the same times for every policy, each on a fresh worker. How many there are is what this machine can do: a short closed loop of each
+kind comes first, and the load is to take three quarters of the worker's time, a third of that with long prompts.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
-from bench.arrivals import Constant, Poisson
+from bench.arrivals import Closed, Constant, Poisson
 from bench.metrics import measured
 from bench.plan import Loop, Plan
 from bench.prompts import Vocabulary
 from bench.record import Outcome, Record
-from bench.runner import RunLimits, Runner
+from bench.runner import Measured, RunLimits, Runner
 from bench.schedule import Extent, Fit, plan_of
 from bench.tandem_target import TandemTarget
-from bench.workloads import workload_of
+from bench.workloads import Workload, workload_of
 from checks.verdict import Check, quick
 from cli.stack import Stack, StackOptions
 from engine.policies import POLICIES
@@ -44,6 +45,12 @@ class Load:
     short_per_s: float
     long_per_s: float
     long_tokens: int
+
+
+_SHORT, _LONG_OUTPUT = workload_of("uniform", input_len="32:160", output_len="24:48"), "16"
+_SHORT_SHARE, _LONG_SHARE = 0.5, 0.25
+"""Of the worker's time."""
+_CALIBRATED_STREAMS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +74,34 @@ def _percentile_ms(values: Sequence[float], percent: int) -> float:
     return round(float(np.percentile(values, percent)) * 1e3, 1) if values else float("nan")
 
 
+def _long(tokens: int) -> Workload:
+    return workload_of("fixed", input_len=str(tokens), output_len=_LONG_OUTPUT)
+
+
 def plan(load: Load, vocab_size: int, seed: int = 1) -> Plan:
     """Both kinds by their times; what is long is told by its prompt."""
     fit, extent = Fit(Vocabulary(vocab_size)), Extent(duration_s=load.duration_s)
-    short = plan_of(workload_of("uniform", input_len="32:160", output_len="24:48"), Poisson(load.short_per_s), extent, fit, seed)
-    long = plan_of(workload_of("fixed", input_len=str(load.long_tokens), output_len="16"), Constant(load.long_per_s), extent, fit, seed + 1)
+    short = plan_of(_SHORT, Poisson(load.short_per_s), extent, fit, seed)
+    long = plan_of(_long(load.long_tokens), Constant(load.long_per_s), extent, fit, seed + 1)
     requests = sorted((*short.requests, *long.requests), key=lambda request: request.due_s or 0.0)
     words = f"{short.workload} at {short.arrivals}, {long.workload} at {long.arrivals}"
     return Plan(tuple(replace(each, index=index) for index, each in enumerate(requests)), Loop.OPEN, words, "both", 1.0, seed)
 
 
-async def measure(model: Path, policy: str, load: Plan, long_tokens: int, log: TextIO) -> tuple[Traded, tuple[str, ...]]:
-    """One policy on a worker of its own, and why its run is void."""
+async def calibrate(model: Path, duration_s: float, long_tokens: int, vocab_size: int, log: TextIO) -> Load:
+    """The load that this machine's worker has time for. Raises RuntimeError when a request fails."""
+    fit = Fit(Vocabulary(vocab_size))
+    rates = []
+    for workload, streams, count in ((_SHORT, _CALIBRATED_STREAMS, 4 * _CALIBRATED_STREAMS), (_long(long_tokens), 1, 3)):
+        records = (await _run(model, "fifo", plan_of(workload, Closed(streams), Extent(num_requests=count), fit, seed=7), log)).records
+        if any(record.outcome is not Outcome.OK for record in records):
+            raise RuntimeError("a request of the calibration failed")
+        rates.append(len(records) / (max(record.arrived[-1].at_s for record in records) - min(record.scheduled_s for record in records)))
+    return Load(duration_s, _SHORT_SHARE * rates[0], _LONG_SHARE * rates[1], long_tokens)
+
+
+async def _run(model: Path, policy: str, load: Plan, log: TextIO) -> Measured:
+    """On a worker of its own."""
     options = StackOptions(model, num_prefill=0, decode_args=f"{_WORKER} --scheduling-policy={policy}", gateway_args="--max-prefill-backlog-tokens=100000")
     stack = Stack(options, lambda name, line: print(f"{name:<10}| {line}", file=log, flush=True))
     target = TandemTarget(stack.addresses["gateway"])
@@ -86,10 +109,15 @@ async def measure(model: Path, policy: str, load: Plan, long_tokens: int, log: T
         await stack.start()
         await stack.wait_until_ready(_READY_S)
         await target.open()
-        found = await Runner(load, target, RunLimits(drain_s=_READY_S, ttft_limit_s=1.0)).run()
+        return await Runner(load, target, RunLimits(drain_s=_READY_S, ttft_limit_s=1.0)).run()
     finally:
         await target.close()
         await stack.drain(_DRAIN_S)
+
+
+async def measure(model: Path, policy: str, load: Plan, long_tokens: int, log: TextIO) -> tuple[Traded, tuple[str, ...]]:
+    """One policy, and why its run is void."""
+    found = await _run(model, policy, load, log)
     return _traded(policy, measured(found.records), long_tokens), found.void
 
 
@@ -123,13 +151,19 @@ def main() -> None:
     parser.add_argument("--model", type=Path, required=True, help="model directory")
     model = parser.parse_args().model
     check = Check(_TARGET)
-    load = Load(4.0, 2.0, 0.5, 700) if quick() else Load(60.0, 1.0, 0.05, 4000)
+    duration_s, long_tokens = (3.0, 700) if quick() else (50.0, 4000)
     names = ("fifo", "shortest") if quick() else tuple(POLICIES)
     check.begin(f"one mixed load under {', '.join(names)}", seconds=420, quick_seconds=48)
-    planned = plan(load, json.loads((model / "config.json").read_text())["vocab_size"])
-    print(f"  {len(planned.requests)} requests in {load.duration_s:g} s: {planned.workload}", flush=True)
+    vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
     out, rows, void = Path("out"), list[Traded](), list[str]()
     out.mkdir(exist_ok=True)
+    with (out / f"{_TARGET}-calibration.log").open("w") as log:
+        try:
+            load = uvloop.run(calibrate(model, duration_s, long_tokens, vocab_size, log))
+        except RuntimeError as error:
+            check.void(str(error))
+    planned = plan(load, vocab_size)
+    print(f"  {len(planned.requests)} requests in {load.duration_s:g} s: {planned.workload}", flush=True)
     for name in names:
         print(f"  {name}", flush=True)
         with (out / f"{_TARGET}-{name}.log").open("w") as log:

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 
 from engine.errors import NoTokenLeftError, SequenceError
+from engine.kernels.native_sampling import NativeSampling
 from engine.logits_processors import changes_logits, processed
-from engine.noise import gumbel, gumbel_approximately, row_key
+from engine.noise import RowKey, gumbel, gumbel_approximately, row_key
 from engine.sampling_params import SampledToken, SamplingParams
 from engine.step import SampleRow
 
@@ -32,11 +33,13 @@ _TOP_P_CANDIDATES = (256, 4096)
 """Tokens looked at first, and next; only when they hold too little of the mass is the whole vocabulary sorted."""
 
 
-def sample(logits: torch.Tensor, samples: Sequence[Sequence[SampleRow]], eos_token_ids: frozenset[int]) -> list[tuple[SampledToken, ...] | SequenceError]:
+def sample(
+    logits: torch.Tensor, samples: Sequence[Sequence[SampleRow]], eos_token_ids: frozenset[int], native: NativeSampling | None = None
+) -> list[tuple[SampledToken, ...] | SequenceError]:
     """Samples one token for each of `samples[i]` from row i of `logits`, float32 [rows, vocabulary].
 
     A row with NaN, with +inf or without any finite logit gives a SequenceError in its place, one of whose tokens a sample's parameters leave none a
-    NoTokenLeftError.
+    NoTokenLeftError. With `native`, for logits on CPU, the same tokens come sooner.
     """
     best, highest = _greatest(logits)
     outcomes: list[tuple[SampledToken, ...] | SequenceError] = []
@@ -44,7 +47,7 @@ def sample(logits: torch.Tensor, samples: Sequence[Sequence[SampleRow]], eos_tok
         try:
             if not math.isfinite(highest[index]):
                 raise SequenceError(f"logits are not finite at position {rows[0].position}")
-            outcomes.append(tuple(_sample_one(logits, highest[index], best[index], index, row, eos_token_ids) for row in rows))
+            outcomes.append(tuple(_sample_one(logits, highest[index], best[index], index, row, eos_token_ids, native) for row in rows))
         except SequenceError as error:
             outcomes.append(error)
     return outcomes
@@ -69,7 +72,9 @@ def prompt_logprobs(logits: torch.Tensor, token_ids: Sequence[int], num_alternat
     return [_with_logprobs(row, token_id, num_alternatives) for row, token_id in zip(logits, token_ids, strict=True)]
 
 
-def _sample_one(logits: torch.Tensor, highest: float, best: int, index: int, row: SampleRow, eos_token_ids: frozenset[int]) -> SampledToken:
+def _sample_one(
+    logits: torch.Tensor, highest: float, best: int, index: int, row: SampleRow, eos_token_ids: frozenset[int], native: NativeSampling | None
+) -> SampledToken:
     """From row `index` of `logits`, whose greatest value is `highest` and belongs to the token `best`."""
     params = row.params
     if changes_logits(row):
@@ -77,17 +82,22 @@ def _sample_one(logits: torch.Tensor, highest: float, best: int, index: int, row
         [best], [greatest] = _greatest(values[None])
         if greatest == -math.inf:
             raise NoTokenLeftError(f"the sampling parameters leave no token at position {row.position}")
-        token_id = best if params.greedy else _draw(values, greatest, row)
+        token_id = best if params.greedy else _draw(values, greatest, row, native)
     else:
-        token_id = best if params.greedy else _draw(logits[index], highest, row)
+        token_id = best if params.greedy else _draw(logits[index], highest, row, native)
     return SampledToken(token_id) if params.logprobs is None else _with_logprobs(logits[index], token_id, params.logprobs)
 
 
-def _draw(logits: torch.Tensor, highest: float, row: SampleRow) -> int:
+def _draw(logits: torch.Tensor, highest: float, row: SampleRow, native: NativeSampling | None) -> int:
     """Draws from one row, [vocabulary]. Logits are taken relative to the highest, so that a small temperature costs no precision near it."""
-    relative = logits - highest
     params = row.params
     key = row_key(params.seed, params.sample_index, row.position)
+    if native is not None and not _filters(params, len(logits)):
+        candidates = native.candidates(logits.numpy(), highest, params.temperature, key)
+        if candidates is not None:
+            values = (logits.numpy()[candidates] - np.float32(highest)).tolist()
+            return _winner(values, candidates, params.temperature, key)
+    relative = logits - highest
     token_ids = _kept(relative, params)
     if token_ids is not None:
         relative = relative[token_ids]
@@ -95,8 +105,18 @@ def _draw(logits: torch.Tensor, highest: float, row: SampleRow) -> int:
     finalists = torch.topk(scores, min(_NUM_FINALISTS, scores.shape[0])).indices
     values = relative[finalists].tolist()
     ids = (finalists if token_ids is None else token_ids[finalists]).tolist()
-    scored = [(-(value / params.temperature + gumbel(key, token_id)), int(token_id)) for value, token_id in zip(values, ids, strict=True)]
+    return _winner(values, ids, params.temperature, key)
+
+
+def _winner(values: Sequence[float], token_ids: Sequence[int], temperature: float, key: RowKey) -> int:
+    """Of tokens and their logits relative to the highest."""
+    scored = [(-(value / temperature + gumbel(key, token_id)), int(token_id)) for value, token_id in zip(values, token_ids, strict=True)]
     return min(scored)[1]
+
+
+def _filters(params: SamplingParams, vocab_size: int) -> bool:
+    """Whether any leaves tokens out."""
+    return 0 < params.top_k < vocab_size or params.top_p < 1.0 or params.min_p > 0.0
 
 
 def _kept(relative: torch.Tensor, params: SamplingParams) -> torch.Tensor | None:

@@ -14,7 +14,9 @@ from engine.attention import PackedBatch
 from engine.config import EngineConfig
 from engine.errors import SequenceError
 from engine.forward import Forward, NativeForward, module_forward, num_threads_of
+from engine.kernels.build import default_cache_dir
 from engine.kernels.native_decoder import NativeDecoder
+from engine.kernels.native_sampling import NativeSampling
 from engine.kv_cache import HostKvCache
 from engine.model import LoadedModel
 from engine.sampler import prompt_logprobs, sample
@@ -43,6 +45,8 @@ class TorchDevice:
         # An id beyond the vocabulary, which some checkpoints name, is never sampled.
         self._eos_token_ids = frozenset(token_id for token_id in model.eos_token_ids if 0 <= token_id < model.vocab_size)
         self._forward: Forward = module_forward(config, model, self._pool) if native is None else NativeForward(native, self._pool, model.final_softcap)
+        # Where the decoder could be compiled, so can this.
+        self._sampling = None if native is None else NativeSampling(config.cache_dir or default_cache_dir(), config.compiler)
         # The number of threads is told there: OpenMP keeps it for each thread that calls it.
         self._thread = ThreadPoolExecutor(1, "device", initializer=torch.set_num_threads, initargs=(num_threads_of(config),))
 
@@ -111,7 +115,7 @@ class TorchDevice:
     def _sample(self, chunks: Mapping[int, Chunk], hidden: torch.Tensor, sampled: list[tuple[SampledToken, ...]], failed: dict[int, Exception]) -> None:
         """Fills in what `chunks`, all of which ask for tokens, got, by the index of a chunk in the plan; row i of `hidden` is the i-th chunk's last."""
         logits = self._forward.logits(hidden)
-        outcomes = sample(logits, [chunk.samples for chunk in chunks.values()], self._eos_token_ids)
+        outcomes = sample(logits, [chunk.samples for chunk in chunks.values()], self._eos_token_ids, self._sampling)
         for index, outcome in zip(chunks, outcomes, strict=True):
             if isinstance(outcome, SequenceError):
                 failed[index] = outcome

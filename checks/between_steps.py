@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import cProfile
+import json
 import pstats
 import statistics
 import sys
@@ -26,6 +27,8 @@ import uvloop
 from rich.console import Console
 from rich.table import Table
 
+from checks.documents import rows_as_markdown
+from checks.handover_bench_report import updated
 from checks.tiny_models import write_tiny_model
 from checks.verdict import Check, quick
 from engine.async_engine import AsyncEngine
@@ -178,8 +181,16 @@ def profiled(profile: cProfile.Profile, num_steps: int) -> list[dict[str, object
 
 
 def main() -> None:
-    """Runs the benchmark."""
-    argparse.ArgumentParser(description=__doc__).parse_args()
+    """Runs the benchmark, or shows the last run's figures."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--update", type=Path, help="put the last run's tables into a document, between its bench-between-steps marks, and end")
+    update = parser.parse_args().update
+    if update is not None:
+        details = json.loads(Path("out", f"{_TARGET}.json").read_text())
+        update.write_text(
+            updated(update.read_text(), f"{rows_as_markdown(details['steps'])}\n\n{rows_as_markdown(details['profile'], code='function')}", _TARGET)
+        )
+        return
     check, num_tokens = Check(_TARGET), 300 if quick() else 2200
     check.begin("schedule, build, sample and deliver with a model that takes no time", seconds=60, quick_seconds=25)
     sys.setswitchinterval(0.0005)  # as a worker does

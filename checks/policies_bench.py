@@ -28,6 +28,8 @@ from bench.runner import Measured, RunLimits, Runner
 from bench.schedule import Extent, Fit, plan_of
 from bench.tandem_target import TandemTarget
 from bench.workloads import Workload, workload_of
+from checks.documents import rows_as_markdown
+from checks.handover_bench_report import updated
 from checks.verdict import Check, quick
 from cli.stack import Stack, StackOptions
 from engine.policies import POLICIES
@@ -146,10 +148,19 @@ def show(rows: Sequence[Traded]) -> Table:
 
 
 def main() -> None:
-    """Runs the benchmark."""
+    """Runs the benchmark, or shows the last run's table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, required=True, help="model directory")
-    model = parser.parse_args().model
+    parser.add_argument("--model", type=Path, help="model directory")
+    parser.add_argument("--update", type=Path, help="put the last run's table into a document, between its bench-policies marks, and end")
+    arguments = parser.parse_args()
+    if arguments.update is not None:
+        details = json.loads(Path("out", f"{_TARGET}.json").read_text())
+        text = f"{details['load']}:\n\n{rows_as_markdown(details['policies'], code='policy')}"
+        arguments.update.write_text(updated(arguments.update.read_text(), text, _TARGET))
+        return
+    if arguments.model is None:
+        parser.error("--model is needed")
+    model = arguments.model
     check = Check(_TARGET)
     duration_s, long_tokens = (3.0, 700) if quick() else (50.0, 4000)
     names = ("fifo", "shortest") if quick() else tuple(POLICIES)

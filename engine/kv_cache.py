@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import mmap
@@ -64,6 +65,8 @@ class HostKvCache:
         try:
             os.ftruncate(self.fd, self.num_bytes)
             self.memory = mmap.mmap(self.fd, self.num_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+            with contextlib.suppress(OSError):  # a kernel without huge pages
+                self.memory.madvise(mmap.MADV_HUGEPAGE)  # taken where the system's shmem_enabled is "advise" or more
             populate(self.memory)
             # Behind the writable mapping, which stays writable: a later one cannot be, and nobody can cut the file under a reader.
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)

@@ -47,8 +47,10 @@ class TorchDevice:
         self._forward: Forward = module_forward(config, model, self._pool) if native is None else NativeForward(native, self._pool, model.final_softcap)
         # Where the decoder could be compiled, so can this.
         self._sampling = None if native is None else NativeSampling(config.cache_dir or default_cache_dir(), config.compiler)
-        # The number of threads is told there: OpenMP keeps it for each thread that calls it.
-        self._thread = ThreadPoolExecutor(1, "device", initializer=torch.set_num_threads, initargs=(num_threads_of(config),))
+        # The number of torch's threads is told there: OpenMP keeps it for each thread that calls it. Behind the native decoder, which has its own, torch only
+        # samples: among threads a row's few operations wait for each other, for milliseconds where others have the cores.
+        num_torch_threads = num_threads_of(config) if native is None else 1
+        self._thread = ThreadPoolExecutor(1, "device", initializer=torch.set_num_threads, initargs=(num_torch_threads,))
 
     @property
     def forward(self) -> str:

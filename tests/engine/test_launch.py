@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.config import AttentionBackendName
 from engine.step import Chunk, StepPlan
 from tests.support.torch_steps import GREEDY, Driven, tiny_device
 
@@ -30,10 +31,12 @@ class HeldForward:
         return getattr(self._forward, name)
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
-def test_steps_run_behind_the_caller_on_one_thread_with_the_configured_number_of_threads(tiny_llama: Path, kernel_cache: Path, num_threads: int) -> None:
+@pytest.mark.parametrize(("backend", "num_threads", "of_torch"), [("native", 2, 1), ("torch", 1, 1), ("torch", 2, 2)])
+def test_steps_run_behind_the_caller_on_one_thread_and_torch_has_the_configured_number_where_it_computes(
+    tiny_llama: Path, kernel_cache: Path, backend: AttentionBackendName, num_threads: int, of_torch: int
+) -> None:
     before = torch.get_num_threads()
-    device = tiny_device(tiny_llama, kernel_cache, num_threads=num_threads)
+    device = tiny_device(tiny_llama, kernel_cache, backend=backend, num_threads=num_threads)
     held = HeldForward(device._forward)
     device._forward = held  # type: ignore[assignment]
     try:
@@ -45,7 +48,7 @@ def test_steps_run_behind_the_caller_on_one_thread_with_the_configured_number_of
         assert held.threads[0] == held.threads[1]
         name, threads_there = held.threads[0]
         assert name != threading.current_thread().name
-        assert threads_there == num_threads
+        assert threads_there == of_torch
     finally:
         held.may_compute.set()
         device.close()

@@ -108,7 +108,7 @@ check-clients: model-smollm2-135m-instruct ## the field's own clients, unchanged
 bench-smoke: model-smollm2-135m-instruct ## a load test of a minute against three services, with its report
 	@$(BIN)/python -m checks.bench_smoke --model $(SMOLLM2)
 
-gpu-check: ## cuda_ipc with two processes on one GPU, by PYTHON with its own torch and CuPy (SKIP without a GPU)
+gpu-check: ## cuda_ipc with two processes on one GPU, and Triton's kernels, by PYTHON with its own torch, CuPy and Triton (SKIP without a GPU)
 	@$(PYTHON) -m checks.gpu
 
 bench-handover: model-smollm2-135m-instruct ## every transport against memcpy, control path, overlap, running streams

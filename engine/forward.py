@@ -14,12 +14,16 @@ from engine.config import ConfigError, EngineConfig
 from engine.decoder import Decoder
 from engine.describe import NotDescribedError, describe_decoder
 from engine.kernels.build import default_cache_dir, find_compiler
+from engine.kernels.isa import name_of
 from engine.kernels.native import NativeAttention, supports_head_dim
 from engine.kernels.native_decoder import NativeDecoder, why_not_native
 from engine.model import LoadedModel
 from engine.strict_sums import sums_are_strict
 
 _log = logging.getLogger(__name__)
+
+_FAST_ISAS = frozenset({"amx", "avx512_bf16", "avx512"})
+"""With which the native decoder is faster than the module, as bench-engine shows; with AVX2 a prompt takes many times as long."""
 
 
 class Forward(Protocol):
@@ -103,6 +107,12 @@ def native_decoder(config: EngineConfig, model: LoadedModel) -> NativeDecoder | 
         return None
     if config.forward == "auto" and find_compiler(config.compiler) is None:
         _log.warning("no C++ compiler %r: the model runs on torch, several times slower and not batch-invariant in bfloat16; install g++", config.compiler)
+        return None
+    if config.forward == "auto" and not config.batch_invariant and name_of("native") not in _FAST_ISAS:
+        _log.warning(
+            "the model runs on transformers' module: native code for this CPU (%s) is slower, and only batch-invariant; ask for it by forward native",
+            name_of("native"),
+        )
         return None
     return NativeDecoder(decoder, num_threads_of(config), config.cache_dir or default_cache_dir(), config.compiler)
 

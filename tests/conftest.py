@@ -14,6 +14,7 @@ from telemetry.receiver import OtlpReceiver
 # Before torch, tokenizers or a hub client is imported anywhere: two cores are shared by several processes of a test.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # as load_model asks for, which comes too late where a test has computed something already
+os.environ.setdefault("TRITON_INTERPRET", "1")  # decided when Triton is imported, which others than its own tests may do
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

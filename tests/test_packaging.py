@@ -39,6 +39,7 @@ _DECLARED = frozenset(
         "tokenizers",
         "torch",
         "transformers",
+        "triton",
         "typer",
         "uvicorn",
         "uvloop",

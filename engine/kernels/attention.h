@@ -81,11 +81,12 @@ struct Scratch {
   std::vector<Floats> weight_sums;
   std::vector<float> maxima, factors;
 
-  // Heads are filled up with zeros, here and nowhere else: `width` elements each.
-  void fit(int rows, int num_heads, int width) {
+  // Heads are filled up with zeros, here and nowhere else, to `padded(head_dim)` elements each.
+  void fit(int rows, int num_heads, int head_dim) {
     constexpr int kBeyond = 32;
-    if (width != width_) {
-      width_ = width;
+    const int width = padded(head_dim);
+    if (head_dim != head_dim_) {
+      head_dim_ = head_dim;
       query.clear();
       keys.assign(size_t(kTile) * width, 0);
       values.assign(size_t(kFewRows) * kTile * width, 0);
@@ -107,7 +108,7 @@ struct Scratch {
   static void grow(std::vector<E>& some, size_t size) {
     if (some.size() < size) some.resize(size);
   }
-  int width_ = 0;
+  int head_dim_ = 0;
 };
 
 // Attention of one item. Q is the type of queries and outputs. Rows of scratch: [KV head of the item][token][query head of the KV head].
@@ -125,7 +126,7 @@ class Attending {
 #if defined(TANDEM_TILES)
     if (std::is_same_v<T, BFloat16> && head_dim_ % kInputs == 0 && b.block_size % kLanes == 0) heads_at_once_ = std::min(item.num_heads, kFewRows / rows_);
 #endif
-    s.fit(rows_, item.num_heads, width_);
+    s.fit(rows_, item.num_heads, head_dim_);
   }
 
   void run(const Packed& query, const Packed& out) {

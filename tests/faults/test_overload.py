@@ -17,12 +17,12 @@ from tests.support.live_stack import LiveStack, live_stack, options_of, until
 from tests.support.reference import Reference
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
-_CAPACITY, _QUEUE, _QUEUE_TIME_S = 4, 24, 3.0
+_CAPACITY, _QUEUE, _QUEUE_TIME_S = 4, 24, 1.0
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def stack(served_model: Path) -> AsyncIterator[LiveStack]:
-    """Decode computes four sequences at a time and has blocks for 1536 tokens; 24 requests may wait, for three seconds at most."""
+    """Decode computes four sequences at a time and has blocks for 1536 tokens; 24 requests may wait, for a second at most."""
     options = options_of(
         served_model,
         decode=f"--max-prefill-tokens-per-step=64 --max-num-seqs={_CAPACITY} --num-blocks=96",

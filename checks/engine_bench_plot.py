@@ -50,6 +50,7 @@ def _draw_steps(axes: Axes, details: Mapping[str, Any]) -> None:
     _by_context(axes, details, "ms")
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(lambda value, _: f"{value:g}" if f"{value:.0e}"[0] in "25" else "")
     axes.set_title("Time of a step, ms, by tokens of context")
     axes.legend(title="context", ncols=2)
 
@@ -72,4 +73,4 @@ def _draw_prompts(axes: Axes, details: Mapping[str, Any]) -> None:
     axes.set_xticks([row["tokens"] for row in rows], [f"{row['tokens']:,}" for row in rows])
     axes.yaxis.set_major_formatter("{x:,g}")
     axes.set_xlabel("tokens of the prompt")
-    axes.set_title("Time of a prompt, ms, and its part of the machine's products")
+    axes.set_title("Time of a prompt, ms, and its part of the limit")
